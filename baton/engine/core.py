@@ -1,0 +1,427 @@
+"""EngineCore: which request computes how many tokens in the next step, and who holds which block.
+
+Pure: events and `now` in, a plan and effects out. It never sees a tensor, a socket or a clock. Its
+driver calls `schedule`, runs the plan, calls `complete`, and may call everything else in between:
+what an in-flight step still writes is not given away before that step completes.
+
+Prefill and decode are not phases here: a request has `num_tokens` known and `num_computed` of them
+in the cache, and a step moves the second towards the first. Whoever catches up yields a new token.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from baton.engine.blocks import BlockPool
+from baton.engine.policy import BatchPolicy
+from baton.engine.request import (
+    ChunkDone,
+    Effect,
+    Emit,
+    Ended,
+    EngineRequest,
+    PromptDone,
+    RequestState,
+    StepItem,
+    StepPlan,
+)
+from baton.errors import InvalidRequestError, RequestTooLargeError
+from baton.protocol import FinishReason, LoadReport, RequestKey
+from baton.timeline import Mark
+
+
+class EngineCore:
+    """The scheduler of one worker. `block_size` in tokens, `max_model_len` counts prompt and output."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_batch_tokens: int,
+        max_batch_requests: int,
+        max_model_len: int,
+        policy: BatchPolicy,
+        eos_token_ids: Iterable[int] = (),
+    ):
+        self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self.max_batch_tokens = max_batch_tokens
+        self.max_batch_requests = max_batch_requests
+        self.max_model_len = max_model_len
+        self.num_steps = 0
+        self._policy = policy
+        self._eos = frozenset(eos_token_ids)
+        self._requests: dict[RequestKey, EngineRequest] = {}
+        """Every request that has not ended or still holds blocks."""
+        self._waiting: deque[EngineRequest] = deque()
+        self._uncredited: dict[RequestKey, EngineRequest] = {}
+        """Hand-offs that decode has not accepted yet: they hold no blocks and block nobody."""
+        self._running: dict[RequestKey, EngineRequest] = {}
+        """In order of admission: the last one is the first to be preempted."""
+        self._deadlines: list[tuple[float, RequestKey]] = []
+        self._plan: StepPlan | None = None
+
+    # --- requests come in ---------------------------------------------------------------------
+
+    def submit(self, request: EngineRequest, now: float) -> None:
+        """Queue a request. Raises RequestError where it can never run here; nothing is kept then."""
+        self._validate(request)
+        request.marks[Mark.SUBMITTED] = now
+        if not request.sampling.ignore_eos:
+            request.stop_ids |= self._eos
+        self._requests[request.key] = request
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, request.key))
+        if request.has_credit:
+            self._waiting.append(request)
+        else:
+            self._uncredited[request.key] = request
+
+    def _validate(self, request: EngineRequest) -> None:
+        if request.key in self._requests:
+            raise InvalidRequestError(f"request {request.key} is already here")
+        if request.num_prompt == 0:
+            raise InvalidRequestError("the prompt is empty", field="prompt")
+        if request.num_outputs >= request.sampling.max_tokens:
+            raise InvalidRequestError(
+                f"{request.num_outputs} tokens were already delivered of max_tokens={request.sampling.max_tokens}"
+            )
+        if request.max_len > self.max_model_len:
+            raise RequestTooLargeError(
+                f"prompt ({request.num_prompt}) plus max_tokens ({request.sampling.max_tokens}) is {request.max_len} "
+                f"tokens, more than the model's {self.max_model_len}"
+            )
+        # The last token is never computed, so it needs no KV.
+        needed = request.num_context if request.handoff else request.max_len - 1
+        if not self.can_ever_hold(needed):
+            raise RequestTooLargeError(
+                f"{needed} tokens need {self._blocks_for(needed)} KV blocks, this worker has {self.pool.num_blocks}"
+            )
+
+    def can_ever_hold(self, num_tokens: int) -> bool:
+        """Whether an empty pool has room for the KV of `num_tokens` tokens."""
+        return self._blocks_for(num_tokens) <= self.pool.num_blocks
+
+    # --- hand-over, prefill side ----------------------------------------------------------------
+
+    def grant(self, key: RequestKey, now: float) -> None:
+        """Decode has reserved blocks: the request may start. From here on only `release` frees its blocks."""
+        request = self._uncredited.pop(key, None)
+        if request is not None:
+            request.has_credit = True
+            request.transfer_holds = True
+            self._waiting.append(request)
+
+    def keep(self, key: RequestKey, now: float) -> None:
+        """No hand-over any more: run the request here to its end. Raises RequestTooLargeError if it cannot."""
+        request = self._uncredited.get(key)
+        if request is None:
+            return
+        if not self.can_ever_hold(request.max_len - 1):
+            raise RequestTooLargeError(f"{request.max_len} tokens do not fit into this worker's pool")
+        del self._uncredited[key]
+        request.handoff = False
+        request.has_credit = True
+        self._waiting.append(request)
+
+    # --- hand-over, decode side -----------------------------------------------------------------
+
+    def reserve(self, request: EngineRequest, num_tokens: int, now: float) -> list[int] | None:
+        """Hold blocks for `num_tokens` tokens of a request whose KV another worker will send.
+
+        All or nothing; None if they are not free now, or if a request that came earlier waits for blocks.
+        Raises RequestError where it can never run here.
+        """
+        self._validate(request)
+        if any(self._missing_blocks(waiting) > 0 for waiting in self._waiting):
+            return None
+        blocks = self.pool.allocate(self._blocks_for(num_tokens))
+        if blocks is None:
+            return None
+        if not request.sampling.ignore_eos:
+            request.stop_ids |= self._eos
+        request.blocks = blocks
+        request.state = RequestState.RESERVED
+        request.transfer_holds = True
+        self._requests[request.key] = request
+        return blocks
+
+    def adopt(self, key: RequestKey, first_token: int, now: float) -> None:
+        """The KV of all context tokens is in the request's blocks: decode from `first_token` on."""
+        request = self._reserved(key)
+        request.num_computed = request.num_context
+        self._take_over(request, first_token, now)
+
+    def recompute(self, key: RequestKey, first_token: int, now: float) -> None:
+        """The KV cannot be used: compute it here. The reserved blocks stay and are overwritten."""
+        self._take_over(self._reserved(key), first_token, now)
+
+    def _take_over(self, request: EngineRequest, first_token: int, now: float) -> None:
+        request.tokens.append(first_token)
+        request.transfer_holds = False
+        request.state = RequestState.WAITING
+        request.marks[Mark.ADOPTED] = now
+        self._waiting.append(request)
+
+    def _reserved(self, key: RequestKey) -> EngineRequest:
+        request = self._requests[key]
+        assert request.state is RequestState.RESERVED and not request.ended, f"{request!r} is not reserved"
+        return request
+
+    # --- requests go out ------------------------------------------------------------------------
+
+    def release(self, key: RequestKey, now: float) -> None:
+        """The transfer neither reads nor writes the request's blocks any more. Unknown keys are a no-op."""
+        request = self._requests.get(key)
+        if request is None:
+            return
+        request.transfer_holds = False
+        if request.state in (RequestState.HANDED, RequestState.RESERVED):
+            request.ended = True
+        self._free_if_done(request)
+
+    def abort(self, key: RequestKey, now: float, reason: FinishReason = "abort") -> list[Effect]:
+        """End a request in whatever state. Unknown and ended keys are a no-op, so aborts may repeat."""
+        request = self._requests.get(key)
+        if request is None or request.ended:
+            return []
+        return [self._end(request, reason)]
+
+    def _end(self, request: EngineRequest, reason: FinishReason) -> Ended:
+        request.ended = True
+        if request.state is RequestState.RUNNING:
+            del self._running[request.key]
+        elif request.state is RequestState.WAITING and self._uncredited.pop(request.key, None) is None:
+            self._waiting.remove(request)
+        self._free_if_done(request)
+        return Ended(request, reason)
+
+    def _free_if_done(self, request: EngineRequest) -> None:
+        if request.ended and not request.in_step and not request.transfer_holds:
+            self.pool.free(request.blocks)
+            request.blocks = []
+            del self._requests[request.key]
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """Plan the next step, or None if there is nothing to do. `complete` must follow before the next call."""
+        assert self._plan is None, "the last step is not complete"
+        step = Step(self, now)
+        self._policy.plan(step)
+        if not step.items:
+            return None
+        self._plan = StepPlan(step.items)
+        return self._plan
+
+    def complete(self, plan: StepPlan, tokens: Sequence[int | None], now: float) -> list[Effect]:
+        """Take in what a step sampled, aligned with `plan.items`: a token where `item.samples`, else None."""
+        assert plan is self._plan, "complete() without its schedule()"
+        self._plan = None
+        self.num_steps += 1
+        effects: list[Effect] = []
+        for item, token in zip(plan.items, tokens, strict=True):
+            request = item.request
+            request.in_step = False
+            if request.ended:
+                self._free_if_done(request)
+                continue
+            request.num_computed = item.start + item.num_tokens
+            if token is None:
+                if request.handoff:
+                    self._chunk_done(request, effects)
+                continue
+            request.tokens.append(token)
+            num_new = len(request.tokens) - request.num_context
+            if num_new <= 2:
+                request.marks.setdefault(Mark.FIRST_TOKEN if num_new == 1 else Mark.SECOND_TOKEN, now)
+            finish: FinishReason | None = None
+            if token in request.stop_ids:
+                finish = "stop"
+            elif len(request.tokens) >= request.max_len:
+                finish = "length"
+            effects.append(Emit(request, len(request.tokens) - request.num_prompt - 1, token, finish))
+            if finish is not None:
+                request.marks[Mark.FINISHED] = now
+                effects.append(self._end(request, finish))
+            elif request.handoff:
+                self._chunk_done(request, effects, last=True)
+                del self._running[request.key]
+                request.state = RequestState.HANDED
+                effects.append(PromptDone(request, token))
+        return effects
+
+    def _chunk_done(self, request: EngineRequest, effects: list[Effect], *, last: bool = False) -> None:
+        """Full blocks are final as soon as they are computed, the partial one when the prompt is done."""
+        end = self._blocks_for(request.num_computed) if last else request.num_computed // self.block_size
+        start = request.num_shipped_blocks
+        if end > start:
+            request.num_shipped_blocks = end
+            effects.append(ChunkDone(request, tuple((i, request.blocks[i]) for i in range(start, end))))
+
+    # --- time, load, audit ------------------------------------------------------------------------
+
+    def next_deadline(self) -> float | None:
+        """When `on_deadline` is due, or None."""
+        while self._deadlines:
+            deadline, key = self._deadlines[0]
+            request = self._requests.get(key)
+            if request is not None and not request.ended:
+                return deadline
+            heapq.heappop(self._deadlines)
+        return None
+
+    def on_deadline(self, now: float) -> list[Effect]:
+        """End requests whose time is over."""
+        effects: list[Effect] = []
+        while (deadline := self.next_deadline()) is not None and deadline <= now:
+            effects += self.abort(heapq.heappop(self._deadlines)[1], now)
+        return effects
+
+    def has_work(self) -> bool:
+        """Whether `schedule` may find something to do."""
+        return bool(self._running or self._waiting)
+
+    def load(self) -> LoadReport:
+        """How full this engine is."""
+        queued = [*self._waiting, *self._uncredited.values()]
+        pending = sum(len(r.tokens) - r.num_computed for r in queued)
+        pending += sum(n for r in self._running.values() if (n := len(r.tokens) - r.num_computed) > 1)
+        return LoadReport(
+            num_waiting=len(queued),
+            num_running=len(self._running),
+            num_pending_tokens=pending,
+            blocks_free=self.pool.num_free,
+            blocks_total=self.pool.num_blocks,
+            num_steps=self.num_steps,
+        )
+
+    def holders(self) -> list[EngineRequest]:
+        """Every request that holds blocks."""
+        return [request for request in self._requests.values() if request.blocks]
+
+    def check_integrity(self) -> None:
+        """Assert the invariants of the queues and that each block is free or held exactly once (I3)."""
+        held = [block for request in self._requests.values() for block in request.blocks]
+        assert len(held) == len(set(held)), "a block has two holders"
+        assert len(held) + self.pool.num_free == self.pool.num_blocks, (
+            f"{len(held)} blocks held and {self.pool.num_free} free of {self.pool.num_blocks}: {self.holders()}"
+        )
+        for request in self._running.values():
+            assert request.state is RequestState.RUNNING and not request.ended, request
+        for request in self._waiting:
+            assert request.state is RequestState.WAITING and not request.ended and request.has_credit, request
+        for request in self._uncredited.values():
+            assert not request.blocks and not request.has_credit, request
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _missing_blocks(self, request: EngineRequest) -> int:
+        return self._blocks_for(len(request.tokens)) - len(request.blocks)
+
+
+class Step:
+    """One step under construction: the token budget, and the items chosen so far (`policy.StepOrder`)."""
+
+    def __init__(self, core: EngineCore, now: float):
+        self.items: list[StepItem] = []
+        self._core = core
+        self._now = now
+        self._budget = core.max_batch_tokens
+        self._preempted = False
+
+    def decode(self) -> None:
+        # This loop and the one in `complete` run for every token; they are written out rather than factored.
+        block_size, items, budget = self._core.block_size, self.items, self._budget
+        for request in list(self._core._running.values()):
+            num_tokens = len(request.tokens)
+            if num_tokens - request.num_computed != 1 or request.in_step:
+                continue
+            if budget == 0:
+                break
+            if request.state is not RequestState.RUNNING:
+                continue  # preempted by `_grow` a moment ago
+            if num_tokens > len(request.blocks) * block_size and not self._grow(request):
+                continue
+            if num_tokens - request.num_context == 1:
+                request.marks.setdefault(Mark.DECODE_START, self._now)
+            request.in_step = True
+            budget -= 1
+            items.append(StepItem(request, 1))
+        self._budget = budget
+
+    def prefill(self) -> None:
+        for request in self._core._running.values():
+            remaining = len(request.tokens) - request.num_computed
+            if remaining > 1 and not request.in_step and self._budget > 0:
+                self._add(request, min(remaining, self._budget))
+
+    def admit(self) -> None:
+        core = self._core
+        # Whoever was just preempted must not take back the blocks it lost, or both would starve.
+        waiting: Iterable[EngineRequest] = () if self._preempted else list(core._waiting)
+        must_hold_blocks = False
+        for request in waiting:
+            if self._budget == 0 or len(core._running) >= core.max_batch_requests:
+                return
+            missing = core._missing_blocks(request)
+            if missing > 0:
+                # One free block per running request, so that a newcomer is not preempted in its first steps.
+                if must_hold_blocks or core.pool.num_free - missing < len(core._running):
+                    # First come, first served; but who holds its blocks already may pass, because only
+                    # by running it can give them back.
+                    must_hold_blocks = True
+                    continue
+                request.blocks = [*request.blocks, *(core.pool.allocate(missing) or ())]
+            core._waiting.remove(request)
+            request.state = RequestState.RUNNING
+            core._running[request.key] = request
+            num_new = len(request.tokens) - request.num_context
+            request.marks.setdefault(Mark.DECODE_START if num_new else Mark.PREFILL_START, self._now)
+            self._add(request, min(len(request.tokens) - request.num_computed, self._budget))
+
+    def has_chunk(self) -> bool:
+        return any(item.num_tokens > 1 for item in self.items)
+
+    def _add(self, request: EngineRequest, num_tokens: int) -> None:
+        request.in_step = True
+        self._budget -= num_tokens
+        self.items.append(StepItem(request, num_tokens))
+
+    def _grow(self, request: EngineRequest) -> bool:
+        """One more block, taken from the youngest request if none is free; False if there is none to take."""
+        pool = self._core.pool
+        while (blocks := pool.allocate(1)) is None:
+            victim = self._victim(request)
+            if victim is None:
+                return False  # older requests or transfers hold the rest; they will end
+            self._preempt(victim)
+        request.blocks = [*request.blocks, *blocks]
+        return True
+
+    def _victim(self, request: EngineRequest) -> EngineRequest | None:
+        """The youngest request whose KV can be computed again: adopted and waiting, else running after `request`."""
+        for candidate in reversed(self._core._waiting):
+            if candidate.blocks and not candidate.transfer_holds:
+                return candidate
+        for candidate in reversed(self._core._running.values()):
+            if candidate is request:
+                return None
+            if not candidate.transfer_holds and not candidate.in_step:
+                return candidate
+        return None
+
+    def _preempt(self, victim: EngineRequest) -> None:
+        core = self._core
+        core.pool.free(victim.blocks)
+        victim.blocks = []
+        victim.num_computed = 0
+        self._preempted = True
+        if victim.state is RequestState.RUNNING:
+            del core._running[victim.key]
+            victim.state = RequestState.WAITING
+            core._waiting.appendleft(victim)

@@ -1,0 +1,145 @@
+"""How a worker meets the layers above it: the ports it serves, and the actions it hands to its driver.
+
+`baton` lies below `kv_transfer`, so the worker knows its send and receive port only by these
+protocols. Ports are pure: events and `now` in, actions out. They call the engine core directly,
+which is pure too; all of a worker's pure state changes under one lock, held for microseconds and
+never while a step executes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+
+from baton.engine.request import ChunkDone, Ended, PromptDone
+from baton.protocol import AttemptFailed, HandoffDone, HandoffRefused, Replace, Submit, TransferId, WorkerInfo
+
+
+class ToRouter(msgspec.Struct, frozen=True):
+    """Send this to the router."""
+
+    message: HandoffRefused | HandoffDone | AttemptFailed
+
+
+class ToPeer(msgspec.Struct, frozen=True):
+    """Send this session message (`kv_transfer.messages`) to the worker with this incarnation."""
+
+    peer: str
+    message: Any
+
+
+class ShipBlocks(msgspec.Struct, frozen=True):
+    """Hash and ship these blocks, each `(index, local block id)`; then call `SendPort.on_shipped`."""
+
+    peer: str
+    transfer: TransferId
+    blocks: tuple[tuple[int, int], ...]
+
+
+class ReceiveBlocks(msgspec.Struct, frozen=True):
+    """Tell the transport to write these blocks, each `(index, local block id)`."""
+
+    peer: str
+    transfer: TransferId
+    refs: tuple[int, ...]
+    blocks: tuple[tuple[int, int], ...]
+
+
+class CancelTransfer(msgspec.Struct, frozen=True):
+    """Tell the transport to forget this transfer now."""
+
+    transfer: TransferId
+
+
+class DropLink(msgspec.Struct, frozen=True):
+    """Tear the data link to this peer down: a lease ran out while frames were unsent."""
+
+    peer: str
+
+
+class ConnectPeer(msgspec.Struct, frozen=True):
+    """Connect control and data to this worker (once per incarnation)."""
+
+    worker: WorkerInfo
+
+
+Action = ToRouter | ToPeer | ShipBlocks | ReceiveBlocks | CancelTransfer | DropLink | ConnectPeer
+
+
+class SendPort(Protocol):
+    """The prefill side of hand-overs. `peer` is always an incarnation."""
+
+    def offer(self, submit: Submit, now: float) -> list[Action]:
+        """The router wants `submit` handed to `submit.decode`; the engine holds it without credit."""
+        ...
+
+    def replace(self, message: Replace, now: float) -> list[Action]:
+        """After a refusal: offer it to another worker, or (decode None) keep it here."""
+        ...
+
+    def on_peers(self, workers: tuple[WorkerInfo, ...], now: float) -> list[Action]:
+        """The decode-capable workers as of now: connect to new ones, end what was with missing ones."""
+        ...
+
+    def on_message(self, peer: str, message: Any, now: float) -> list[Action]:
+        """A session message (`kv_transfer.messages.ToPrefill`) from decode."""
+        ...
+
+    def on_chunk(self, effect: ChunkDone, now: float) -> list[Action]: ...
+
+    def on_prompt_done(self, effect: PromptDone, now: float) -> list[Action]: ...
+
+    def on_ended(self, effect: Ended, now: float) -> list[Action]:
+        """The engine ended a hand-off request itself (first token was the last, or it was aborted)."""
+        ...
+
+    def on_shipped(
+        self, transfer: TransferId, refs: tuple[int, ...], checksums: dict[int, int], now: float
+    ) -> list[Action]:
+        """The driver hashed and shipped blocks: checksum by index."""
+        ...
+
+    def on_sent(self, transfer: TransferId, indices: tuple[int, ...], now: float) -> list[Action]:
+        """The transport no longer reads these source blocks."""
+        ...
+
+    def on_link_lost(self, peer: str, reason: str, now: float) -> list[Action]: ...
+
+    def next_deadline(self) -> float | None: ...
+
+    def on_deadline(self, now: float) -> list[Action]: ...
+
+    def num_open(self) -> int:
+        """Transfers that still hold blocks here."""
+        ...
+
+
+class ReceivePort(Protocol):
+    """The decode side of hand-overs."""
+
+    def on_message(self, peer: str, message: Any, now: float) -> list[Action]:
+        """A session message (`kv_transfer.messages.ToDecode`) from prefill."""
+        ...
+
+    def on_received(self, transfer: TransferId, checksums: dict[int, int], now: float) -> list[Action]:
+        """The transport wrote blocks; checksum of what is now in the pool, by index."""
+        ...
+
+    def on_blocks_free(self, now: float) -> list[Action]:
+        """The engine freed blocks: offers that waited for credit may be accepted now."""
+        ...
+
+    def on_abort(self, request_id: str, attempt: int, now: float) -> list[Action]:
+        """The router aborts; True to form, unknown requests are a no-op."""
+        ...
+
+    def on_link_lost(self, peer: str, reason: str, now: float) -> list[Action]: ...
+
+    def next_deadline(self) -> float | None: ...
+
+    def on_deadline(self, now: float) -> list[Action]: ...
+
+    def num_open(self) -> int:
+        """Transfers that still hold blocks here."""
+        ...

@@ -1,0 +1,339 @@
+"""Messages between client, router and workers, and the identities they carry.
+
+Worker to worker messages are in `kv_transfer.messages`; bytes are `baton.codec`'s business.
+Everything here is immutable plain data. Times are seconds on the router's monotonic clock.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+
+from baton.layout import KVLayout
+
+PROTOCOL_VERSION = 1
+
+MAX_PROMPT_TOKENS = 1 << 20
+"""More than any model here reads; bounds what a peer can make us allocate."""
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+Text = Annotated[str, msgspec.Meta(max_length=4 << 20)]
+TokenIds = Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class RequestKey(NamedTuple):
+    """One attempt at one request. `request_id`: 128 bits in hex, minted by the router."""
+
+    request_id: str
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.request_id[:8]}/{self.attempt}"
+
+
+class TransferId(NamedTuple):
+    """One hand-over: the attempt, the sample, and the lives of the two workers it joins.
+
+    A message that names another incarnation than the receiver's current one, or than the peer's
+    current one, is of a former life and is refused.
+    """
+
+    request_id: str
+    attempt: int
+    sample: int
+    source: str
+    """Incarnation of the prefill worker."""
+    target: str
+    """Incarnation of the decode worker."""
+
+    @property
+    def key(self) -> RequestKey:
+        return RequestKey(self.request_id, self.attempt)
+
+    def __str__(self) -> str:
+        return f"{self.request_id[:8]}/{self.attempt}.{self.sample}"
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base: encoded as `[tag, field, ...]`. New fields go last and have a default."""
+
+
+class SamplingParams(_Message, frozen=True, tag=1):
+    """How tokens are chosen. With `temperature` 0 the most probable token, else by the counter-based stream."""
+
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 256
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)] | None = None
+    """The router mints one where it is missing, so a retried attempt samples the same tokens."""
+    ignore_eos: bool = False
+    stop_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=1024)] = ()
+
+
+# --- worker and router ---------------------------------------------------------------------------
+
+
+class WorkerInfo(_Message, frozen=True, tag=10):
+    """What a worker is and where it listens; sent when it joins and handed on to its peers."""
+
+    worker_id: Name
+    """Stable name (`prefill-0`); the incarnation is new at each start."""
+    incarnation: Name
+    pool: Name
+    role: Literal["prefill", "decode", "both"]
+    fingerprint: Name
+    """Identifies model, weights and dtype: equal fingerprints compute the same logits."""
+    layout: KVLayout
+    num_blocks: Count
+    max_model_len: Count
+    max_batch_requests: Count
+    control_address: Name
+    """ZeroMQ endpoint for session messages."""
+    data_address: Name
+    """Transport URL for KV blocks (`zmq+tcp://10.0.0.2:40123`)."""
+    node: str = ""
+    device: str = "cpu"
+    device_ids: tuple[int, ...] = ()
+    """CPU cores or GPU ids that the worker is pinned to."""
+    pid: int = 0
+
+
+class Join(_Message, frozen=True, tag=11):
+    """Worker to router, first message."""
+
+    version: int
+    worker: WorkerInfo
+    sent_at: float
+    """Worker's own monotonic clock; echoed, for the clock offset."""
+
+
+class Joined(_Message, frozen=True, tag=12):
+    """Router to worker. `offset = ((received_at - echo) + (sent_at - now)) / 2` (NTP's estimate)."""
+
+    router_incarnation: Name
+    echo: float
+    received_at: float
+    sent_at: float
+
+
+class JoinRefused(_Message, frozen=True, tag=13):
+    """Router to worker: it cannot work with this cluster; `reason` names both values."""
+
+    reason: str
+
+
+class Peers(_Message, frozen=True, tag=14):
+    """Router to worker: all decode-capable workers as of now. Who is missing is lost."""
+
+    workers: tuple[WorkerInfo, ...]
+
+
+class LoadReport(_Message, frozen=True, tag=15):
+    """How full a worker is. Rides on `Tokens` and `Heartbeat`."""
+
+    num_waiting: Count = 0
+    num_running: Count = 0
+    num_pending_tokens: Count = 0
+    """Prompt tokens accepted and not yet computed."""
+    blocks_free: Count = 0
+    blocks_total: Count = 0
+    num_steps: Count = 0
+    """Engine steps completed; with work waiting it must grow, or the worker is not healthy."""
+    bytes_sent: Count = 0
+    bytes_received: Count = 0
+    blocks_unacked: Count = 0
+    """Blocks held only because a transfer still needs them."""
+
+
+class Heartbeat(_Message, frozen=True, tag=16):
+    """Both ways, every `liveness.heartbeat_s`."""
+
+    incarnation: Name
+    load: LoadReport | None = None
+
+
+class Submit(_Message, frozen=True, tag=20):
+    """Router to the prefill worker: run this, and hand it to `decode` (None: keep it)."""
+
+    key: RequestKey
+    prompt: TokenIds
+    sampling: SamplingParams
+    prior: TokenIds = ()
+    """Tokens earlier attempts already delivered: context, but not part of the prompt."""
+    decode: str | None = None
+    """worker_id of the decode worker; None or the receiver itself: colocated."""
+    sample: Count = 0
+
+
+class Replace(_Message, frozen=True, tag=21):
+    """Router to the prefill worker: its hand-over was refused, offer it to this worker instead."""
+
+    key: RequestKey
+    decode: str | None
+
+
+class Abort(_Message, frozen=True, tag=22):
+    """Router to worker: end this attempt and free all that it holds. Unknown keys are a no-op."""
+
+    key: RequestKey
+
+
+class TokenOut(NamedTuple):
+    """One sampled token. `index` counts output tokens from 0 over all attempts."""
+
+    request_id: str
+    attempt: int
+    sample: int
+    index: int  # type: ignore[assignment]  # shadows tuple.index, which nobody calls here
+    token: int
+    finish: FinishReason | None
+
+
+class MarksOut(NamedTuple):
+    """Timeline marks of one attempt (`baton.timeline.Mark` -> seconds)."""
+
+    request_id: str
+    attempt: int
+    marks: dict[int, float]
+
+
+class Tokens(_Message, frozen=True, tag=23):
+    """Worker to router, one a step: all tokens of the step, marks of requests that passed one, the load."""
+
+    worker_id: Name
+    incarnation: Name
+    tokens: tuple[TokenOut, ...]
+    marks: tuple[MarksOut, ...] = ()
+    load: LoadReport | None = None
+
+
+class AttemptFailed(_Message, frozen=True, tag=24):
+    """Worker to router: this attempt ended without a finish. The router may place it again."""
+
+    worker_id: Name
+    key: RequestKey
+    code: Name
+    """`refused`: the request can never run here; `transfer`, `peer_lost`, ...: may work elsewhere."""
+    message: str
+
+
+class HandoffRefused(_Message, frozen=True, tag=25):
+    """Prefill worker to router: `decode` will not take it; answer with Replace or Abort."""
+
+    worker_id: Name
+    key: RequestKey
+    decode: str
+    reason: str
+
+
+class HandoffDone(_Message, frozen=True, tag=26):
+    """Prefill worker to router: acknowledged by decode; what was sent."""
+
+    worker_id: Name
+    key: RequestKey
+    blocks: Count
+    bytes: Count
+
+
+# --- client and router ---------------------------------------------------------------------------
+
+
+class ChatMessage(_Message, frozen=True, tag=30):
+    role: Name
+    content: Text
+
+
+class Generate(_Message, frozen=True, tag=31):
+    """Client to router. Exactly one of `text`, `messages`, `token_ids` is set."""
+
+    label: Name
+    """The client's own id, unique among its open requests; never used as an identity."""
+    sampling: SamplingParams
+    text: Text | None = None
+    messages: Annotated[tuple[ChatMessage, ...], msgspec.Meta(max_length=10_000)] | None = None
+    token_ids: TokenIds | None = None
+
+
+class Cancel(_Message, frozen=True, tag=32):
+    """Client to router. The request then ends with finish reason `abort`."""
+
+    label: Name
+
+
+class Delta(_Message, frozen=True, tag=33):
+    """Router to client: new tokens, in order. `text` may be empty while a character is incomplete."""
+
+    label: Name
+    token_ids: tuple[TokenId, ...]
+    text: str
+
+
+class Usage(_Message, frozen=True, tag=34):
+    prompt_tokens: Count
+    completion_tokens: Count
+
+
+class Done(_Message, frozen=True, tag=35):
+    """Router to client, last message of a request that was accepted and did not fail."""
+
+    label: Name
+    request_id: Name
+    finish_reason: FinishReason
+    usage: Usage
+    marks: dict[int, float]
+    prefill_worker: str
+    decode_worker: str
+    attempts: int
+    kv_bytes: Count = 0
+    """Bytes handed over."""
+    text: str = ""
+    """Text held back until now (an incomplete character)."""
+
+
+class Failed(_Message, frozen=True, tag=36):
+    """Router to client, last message of a request that was refused or lost. `code`: see `baton.errors`."""
+
+    label: str
+    code: Name
+    message: str
+    field: str | None = None
+    request_id: str = ""
+
+
+class StatusRequest(_Message, frozen=True, tag=37):
+    label: Name
+
+
+class WorkerStatus(_Message, frozen=True, tag=38):
+    info: WorkerInfo
+    load: LoadReport
+    state: Literal["ready", "lost"]
+    seen_s_ago: float
+
+
+class Status(_Message, frozen=True, tag=39):
+    label: Name
+    name: str
+    router_incarnation: Name
+    num_requests: Count
+    workers: tuple[WorkerStatus, ...]
+    model: str = ""
+    max_model_len: Count = 0
+
+
+ToRouterFromWorker = Join | Heartbeat | Tokens | AttemptFailed | HandoffRefused | HandoffDone
+ToWorker = Joined | JoinRefused | Peers | Heartbeat | Submit | Replace | Abort
+ToRouterFromClient = Generate | Cancel | StatusRequest
+ToClient = Delta | Done | Failed | Status
+
+
+def to_plain(message: msgspec.Struct) -> dict[str, Any]:
+    """A message as a mapping by field name, for JSON output."""
+    return {
+        name: to_plain(value) if isinstance(value, msgspec.Struct) else value
+        for name, value in ((n, getattr(message, n)) for n in message.__struct_fields__)
+    }

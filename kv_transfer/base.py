@@ -1,0 +1,120 @@
+"""The interface of a KV transport: moves blocks of one worker's pool into another worker's pool.
+
+A transport knows pools, peers and block ids. It must not know requests, leases or checksums: the
+session (`kv_transfer.session`) decides what moves and when memory may be reused.
+
+Rules every transport keeps, and `tests/unit/test_transport_contract.py` checks:
+
+* Only the receiving side writes its pool. After `cancel(transfer)` on the receiving side returns,
+  nothing is written for that transfer any more.
+* A source block may be read until its `Sent` comes out of `completions()`, however the transfer ends.
+* No order is promised between blocks, transfers, or data and control messages.
+* All methods are called from one thread (the worker's I/O thread), except where a class says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from baton.protocol import TransferId
+
+
+class BlockMemory(Protocol):
+    """A KV pool as bytes: what transports see of `baton.engine.kv_cache.KVCache`."""
+
+    num_blocks: int
+    block_bytes: int
+
+    def block(self, block_id: int) -> npt.NDArray[np.uint8]:
+        """The block's bytes, writable, without a copy; shape `[block_bytes]`."""
+        ...
+
+
+class Sent(msgspec.Struct, frozen=True):
+    """Nothing reads these source blocks any more. Says nothing about arrival."""
+
+    transfer: TransferId
+    indices: tuple[int, ...]
+
+
+class Received(msgspec.Struct, frozen=True):
+    """These blocks were written into the pool, completely."""
+
+    transfer: TransferId
+    indices: tuple[int, ...]
+
+
+class LinkLost(msgspec.Struct, frozen=True):
+    """The data link to `peer` is gone; transfers on it will not complete."""
+
+    peer: str
+    reason: str
+
+
+Completion = Sent | Received | LinkLost
+
+
+class KVTransport(Protocol):
+    """Six methods, plus what its owner needs to wait for it."""
+
+    pulls: bool
+    """True: the receiver fetches, by the refs `ship` returned, sent to it in a `Data` message."""
+    address: str
+    """URL under which peers reach this end, with the real host and port."""
+
+    def register(self, pool: BlockMemory) -> None:
+        """Use this pool for everything that follows. Called once, before `ship` and `receive`."""
+        ...
+
+    def connect(self, peer: str, address: str) -> None:
+        """Make the link to `peer` (its worker's incarnation), or replace it after a loss."""
+        ...
+
+    def ship(self, peer: str, transfer: TransferId, blocks: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+        """Send blocks, each `(index in the transfer, local block id)`, without blocking or copying.
+
+        Returns the refs for `Data` (empty unless `pulls`). `Sent` follows for each block, in any case.
+        """
+        ...
+
+    def receive(
+        self, peer: str, transfer: TransferId, refs: Sequence[int], blocks: Sequence[tuple[int, int]]
+    ) -> None:
+        """Let blocks of this transfer be written: each `(index in the transfer, local block id)`.
+
+        Data that comes for a transfer or an index not announced here is dropped and counted.
+        """
+        ...
+
+    def completions(self) -> list[Completion]:
+        """What has happened since the last call; never blocks. Reads arrived data into the pool."""
+        ...
+
+    def cancel(self, transfer: TransferId) -> None:
+        """Forget the transfer on this side, at once. Its shipped blocks still get their `Sent`."""
+        ...
+
+    def disconnect(self, peer: str) -> None:
+        """Tear the link to `peer` down, dropping what was not sent; the `Sent` of dropped blocks follows."""
+        ...
+
+    def close(self) -> None:
+        """Tear everything down and release sockets and memory."""
+        ...
+
+    def pollables(self) -> Sequence[Any]:
+        """ZeroMQ sockets (or file descriptors) that become readable when `completions` has news."""
+        ...
+
+    def next_deadline(self, now: float) -> float | None:
+        """When `completions` must be called even if nothing became readable (an unfinished `Sent`)."""
+        ...
+
+
+WakeUp = Callable[[], None]
+"""Called from any thread when `completions` has news that no pollable shows."""
