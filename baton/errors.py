@@ -23,6 +23,8 @@ A message says what was wrong, where, and what to do about it.
 
 from __future__ import annotations
 
+from functools import partial
+
 
 class BatonError(Exception):
     """Base class. `code` is stable, machine-readable, and travels over the wire."""
@@ -36,13 +38,16 @@ class ConfigError(BatonError):
     code = "config_error"
 
     def __init__(self, path: str, problem: str, *, value: object = None, allowed: str | None = None):
-        self.path, self.value, self.allowed = path, value, allowed
+        self.path, self.problem, self.value, self.allowed = path, problem, value, allowed
         message = f"{path}: {problem}"
         if value is not None:
             message += f" (got {value!r})"
         if allowed:
             message += f"; allowed: {allowed}"
         super().__init__(message)
+
+    def __reduce__(self) -> tuple[object, ...]:  # it crosses process borders when a worker refuses to start
+        return partial(ConfigError, value=self.value, allowed=self.allowed), (self.path, self.problem)
 
 
 class ModelError(BatonError):

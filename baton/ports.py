@@ -8,18 +8,19 @@ never while a step executes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from baton.engine.request import ChunkDone, Ended, PromptDone
-from baton.protocol import AttemptFailed, HandoffDone, HandoffRefused, Replace, Submit, TransferId, WorkerInfo
+from baton.protocol import AttemptFailed, HandoffDone, HandoffRefused, Replace, Submit, Tokens, TransferId, WorkerInfo
 
 
 class ToRouter(msgspec.Struct, frozen=True):
     """Send this to the router."""
 
-    message: HandoffRefused | HandoffDone | AttemptFailed
+    message: Tokens | HandoffRefused | HandoffDone | AttemptFailed
 
 
 class ToPeer(msgspec.Struct, frozen=True):
@@ -65,6 +66,85 @@ class ConnectPeer(msgspec.Struct, frozen=True):
 
 
 Action = ToRouter | ToPeer | ShipBlocks | ReceiveBlocks | CancelTransfer | DropLink | ConnectPeer
+
+
+# --- what the links to peers report ---------------------------------------------------------------
+
+
+class FromDecode(msgspec.Struct, frozen=True):
+    """A session message from a decode worker, about a hand-over that leaves here."""
+
+    peer: str
+    message: Any
+
+
+class FromPrefill(msgspec.Struct, frozen=True):
+    """A session message from a prefill worker, about a hand-over that comes here."""
+
+    peer: str
+    message: Any
+
+
+class Shipped(msgspec.Struct, frozen=True):
+    """`ShipBlocks` is done as far as this side goes: checksum by index, refs for a pulling transport."""
+
+    transfer: TransferId
+    refs: tuple[int, ...]
+    checksums: dict[int, int]
+
+
+class BlocksSent(msgspec.Struct, frozen=True):
+    """Nothing reads these source blocks any more."""
+
+    transfer: TransferId
+    indices: tuple[int, ...]
+
+
+class BlocksReceived(msgspec.Struct, frozen=True):
+    """These blocks are in the pool; checksum of what is there now, by index."""
+
+    transfer: TransferId
+    checksums: dict[int, int]
+
+
+class LinkDown(msgspec.Struct, frozen=True):
+    """The data link to or from this peer is gone."""
+
+    peer: str
+    reason: str
+
+
+PeerEvent = FromDecode | FromPrefill | Shipped | BlocksSent | BlocksReceived | LinkDown
+
+
+class PeerLinks(Protocol):
+    """A worker's sockets and transport towards other workers (`kv_transfer.links`). Used by one thread."""
+
+    control_address: str
+    data_address: str
+    bytes_sent: int
+    bytes_received: int
+
+    def execute(self, action: Action) -> list[PeerEvent]:
+        """Do what a port asked for. Never blocks."""
+        ...
+
+    def events(self) -> list[PeerEvent]:
+        """What arrived or completed since the last call. Never blocks."""
+        ...
+
+    def pollables(self) -> Sequence[Any]:
+        """ZeroMQ sockets or file descriptors that show news for `events`."""
+        ...
+
+    def next_deadline(self, now: float) -> float | None:
+        """When `events` must be asked even if nothing became readable; `now` is `time.monotonic()`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+# --- the ports ------------------------------------------------------------------------------------
 
 
 class SendPort(Protocol):

@@ -167,6 +167,8 @@ class Submit(_Message, frozen=True, tag=20):
     decode: str | None = None
     """worker_id of the decode worker; None or the receiver itself: colocated."""
     sample: Count = 0
+    timeout_s: float | None = None
+    """Seconds from now after which the worker ends the attempt by itself (code `timeout`)."""
 
 
 class Replace(_Message, frozen=True, tag=21):
@@ -237,6 +239,8 @@ class HandoffDone(_Message, frozen=True, tag=26):
     key: RequestKey
     blocks: Count
     bytes: Count
+    marks: dict[int, float] = {}
+    """Timeline marks that only the send port sees (COMMITTED)."""
 
 
 # --- client and router ---------------------------------------------------------------------------

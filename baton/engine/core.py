@@ -254,6 +254,19 @@ class EngineCore:
                 effects.append(PromptDone(request, token))
         return effects
 
+    def fail_step(self, plan: StepPlan, now: float) -> list[Effect]:
+        """The step could not be computed: end every request in it, as their KV is not to be trusted."""
+        assert plan is self._plan, "fail_step() without its schedule()"
+        self._plan = None
+        effects: list[Effect] = []
+        for item in plan.items:
+            item.request.in_step = False
+            if item.request.ended:
+                self._free_if_done(item.request)
+            else:
+                effects.append(self._end(item.request, "error"))
+        return effects
+
     def _chunk_done(self, request: EngineRequest, effects: list[Effect], *, last: bool = False) -> None:
         """Full blocks are final as soon as they are computed, the partial one when the prompt is done."""
         end = self._blocks_for(request.num_computed) if last else request.num_computed // self.block_size
@@ -297,7 +310,12 @@ class EngineCore:
             blocks_free=self.pool.num_free,
             blocks_total=self.pool.num_blocks,
             num_steps=self.num_steps,
+            blocks_unacked=sum(len(r.blocks) for r in self._requests.values() if r.transfer_holds),
         )
+
+    def live(self) -> list[RequestKey]:
+        """Every request that has not ended."""
+        return [key for key, request in self._requests.items() if not request.ended]
 
     def holders(self) -> list[EngineRequest]:
         """Every request that holds blocks."""

@@ -1,0 +1,81 @@
+"""The KV pool as memory: one tensor, seen per layer by attention and per block, as bytes, by transports.
+
+Knows torch and `KVLayout`. Must not know requests, who owns which block, or how blocks travel:
+`baton.engine.blocks` hands blocks out, `kv_transfer` moves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton.errors import ConfigError
+from baton.layout import KVLayout
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_ALIGNMENT = 64
+"""Bytes; a cache line, and what vector instructions like best."""
+
+
+class KVCache:
+    """A pool of `num_blocks` KV blocks; implements `kv_transfer.base.BlockMemory`.
+
+    One allocation, seen as `[blocks, layers, 2, kv_heads, block_size, head_dim]`, so that a block of
+    all layers is one span of `block_bytes` bytes.
+
+    Attention multiplies masked positions by zero, which only hides what is *finite*. So the pool starts
+    as zeros, and whoever starts to fill a block partly must `clear` it first: it may hold bytes of a
+    transfer that failed its checksum.
+    """
+
+    def __init__(self, layout: KVLayout, num_blocks: int, device: str = "cpu"):
+        """Raises ConfigError if `num_blocks` is less than 1 or the memory cannot be had."""
+        if num_blocks < 1:
+            raise ConfigError("kv_blocks", "must be at least 1", value=num_blocks)
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.block_bytes = layout.block_bytes
+        self.device = torch.device(device)
+        try:
+            self._bytes = _zeros(num_blocks * self.block_bytes, self.device).view(num_blocks, self.block_bytes)
+        except (RuntimeError, MemoryError) as e:
+            mib = num_blocks * self.block_bytes / 2**20
+            raise ConfigError("kv_blocks", f"{mib:.0f} MiB cannot be allocated on {device}", value=num_blocks) from e
+        self.tensor = self._bytes.view(TORCH_DTYPES[layout.dtype]).view(num_blocks, *layout.block_shape)
+        """The whole pool, shape `[blocks, layers, 2, kv_heads, block_size, head_dim]`."""
+        self._layers = [(self.tensor[:, i, 0], self.tensor[:, i, 1]) for i in range(layout.num_layers)]
+        self._numpy: npt.NDArray[np.uint8] | None = self._bytes.numpy() if self.device.type == "cpu" else None
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer: strided views `[blocks, kv_heads, block_size, head_dim]`."""
+        return self._layers[index]
+
+    def block(self, block_id: int) -> npt.NDArray[np.uint8]:
+        """The block's bytes, all layers, writable, without a copy; shape `[block_bytes]`. CPU pools only."""
+        if not 0 <= block_id < self.num_blocks:
+            raise IndexError(f"block {block_id} is not in a pool of {self.num_blocks}")
+        assert self._numpy is not None, f"a pool on {self.device} has no host view"
+        view: npt.NDArray[np.uint8] = self._numpy[block_id]
+        return view
+
+    def clear(self, block_ids: Sequence[int]) -> None:
+        """Zero these blocks, all layers."""
+        for block_id in block_ids:
+            self._bytes[block_id].zero_()
+
+
+def _zeros(size: int, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=torch.uint8, device=device)
+    # numpy's zeros are pages that nothing has touched, torch's are written: memory is used as blocks are.
+    raw = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
+    return torch.from_numpy(raw[-raw.ctypes.data % _ALIGNMENT :][:size])
+
+
+def num_blocks_in(memory_mib: int, layout: KVLayout) -> int:
+    """How many blocks of `layout` fit into `memory_mib` MiB (0 if not even one)."""
+    return (memory_mib << 20) // layout.block_bytes

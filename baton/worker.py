@@ -1,0 +1,352 @@
+"""EngineWorker: one worker's threads, the wall-clock driver of a `WorkerCore`.
+
+    engine thread   schedule ─► run the step ─► complete, again and again; waits where there is nothing to do
+    I/O thread      owns every socket: the router's, and through `PeerLinks` those to other workers
+
+Both act on the core under one lock that is held for microseconds and never while a step runs, so an
+offer, an abort or an arriving block does not wait for a step to end. What the core answers is
+executed by the I/O thread; an eventfd wakes it. Nothing polls: an idle worker only sends heartbeats.
+This module decides nothing, that is the core's; and it does not know how blocks move.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+
+from baton.codec import Codec
+from baton.errors import ClusterError, JoinRefusedError, ProtocolError
+from baton.ports import Action, PeerLinks, ToRouter
+from baton.protocol import (
+    PROTOCOL_VERSION,
+    Abort,
+    Heartbeat,
+    Join,
+    Joined,
+    JoinRefused,
+    LoadReport,
+    Peers,
+    Replace,
+    Submit,
+    Tokens,
+    ToRouterFromWorker,
+    ToWorker,
+)
+from baton.worker_core import WorkerCore
+
+if TYPE_CHECKING:
+    from baton.engine.runner import Runner
+
+log = logging.getLogger(__name__)
+
+_FROM_ROUTER: Codec[Any] = Codec(ToWorker)
+_TO_ROUTER: Codec[Any] = Codec(ToRouterFromWorker)
+
+ROUTER_LOST_AFTER = 5
+"""Times the liveness timeout that the router may be silent before a worker ends the router's requests:
+ending work too early costs more than ending it late."""
+
+
+class EngineWorker:
+    """Runs `core` with `runner`, towards one router and, through `links`, towards other workers.
+
+    `cores`: CPU cores that both threads are pinned to, and the number of compute threads; None leaves
+    both as they are. `heartbeat_s`, `timeout_s`: see `LivenessConfig`. `step_timeout_s`: a step that
+    takes longer makes the worker unhealthy.
+    """
+
+    def __init__(
+        self,
+        core: WorkerCore,
+        runner: Runner,
+        links: PeerLinks,
+        *,
+        router_address: str,
+        context: zmq.Context[Any],
+        heartbeat_s: float = 0.5,
+        timeout_s: float = 2.0,
+        step_timeout_s: float = 60.0,
+        cores: tuple[int, ...] | None = None,
+    ):
+        self.core = core
+        self.info = core.info
+        self._runner = runner
+        self._links = links
+        self._heartbeat_s = heartbeat_s
+        self._router_timeout_s = timeout_s * ROUTER_LOST_AFTER
+        self._step_timeout_s = step_timeout_s
+        self._cores = cores
+        self._router: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        self._router.setsockopt(zmq.ROUTING_ID, self.info.incarnation.encode())
+        self._router.setsockopt(zmq.LINGER, 0)
+        self._router_address = router_address
+
+        self._condition = threading.Condition()
+        """Its lock guards the core; notified when the engine thread may find work."""
+        self._outbox: deque[list[Action]] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stopping = False
+        self._joined = threading.Event()
+        self._router_incarnation: str | None = None
+        self._refusal: str | None = None
+        self._failure: BaseException | None = None
+        self._offset = 0.0
+        """Router's monotonic clock minus ours, measured at the first join."""
+        self._router_seen = 0.0
+        self._step_since: float | None = None
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(self._io_loop,), name=f"{self.info.worker_id}-io"),
+            threading.Thread(target=self._guarded, args=(self._engine_loop,), name=f"{self.info.worker_id}-engine"),
+        ]
+
+    # --- control, from any thread -------------------------------------------------------------------
+
+    def start(self, timeout_s: float = 30.0) -> None:
+        """Start both threads and join the router.
+
+        Raises JoinRefusedError where the router will not have this worker, ClusterError where it does not answer.
+        """
+        for thread in self._threads:
+            thread.daemon = True  # a worker that its owner forgot must not keep the process from exiting
+            thread.start()
+        if not self._joined.wait(timeout_s):
+            self.stop()
+            raise ClusterError(
+                f"{self.info.worker_id}: no answer from the router at {self._router_address} within {timeout_s:g} s"
+            )
+        if self._refusal is not None:
+            self.stop()
+            raise JoinRefusedError(f"{self.info.worker_id}: {self._refusal}")
+        if self._failure is not None:
+            self.stop()
+            raise ClusterError(f"{self.info.worker_id} failed to start: {self._failure}") from self._failure
+
+    def stop(self) -> None:
+        """End both threads after the step that runs, and close every socket. Idempotent."""
+        with self._condition:
+            self._stopping = True
+            self._condition.notify_all()
+        self._wake()
+        for thread in self._threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join()
+        if self._wake_fd >= 0:
+            fd, self._wake_fd = self._wake_fd, -1
+            os.close(fd)
+
+    def health(self) -> dict[str, Any]:
+        """Healthy means that the engine makes progress, not only that the process exists."""
+        since = self._step_since
+        step_s = 0.0 if since is None else time.monotonic() - since
+        problem = None
+        if self._failure is not None:
+            problem = f"a thread died: {self._failure!r}"
+        elif step_s > self._step_timeout_s:
+            problem = f"a step has been running for {step_s:.0f} s"
+        with self._condition:
+            load = self._load()
+        return {"healthy": problem is None, "problem": problem, "step_s": step_s, "load": load}
+
+    def num_held_blocks(self) -> int:
+        """Blocks that are not free now."""
+        with self._condition:
+            return self.core.num_held_blocks()
+
+    # --- engine thread --------------------------------------------------------------------------------
+
+    def _engine_loop(self) -> None:
+        self._pin(compute=True)
+        core, condition = self.core, self._condition
+        while True:
+            with condition:
+                plan = None
+                while not self._stopping and (plan := core.next_step(self._now())) is None:
+                    condition.wait()  # any event that could make work notifies
+            if plan is None:
+                return
+            self._step_since = time.monotonic()
+            try:
+                tokens = self._runner.run(plan)
+            except Exception as e:  # whatever a step raises ends its requests, not the worker
+                log.exception("%s: a step of %d tokens failed", self.info.worker_id, plan.total_tokens)
+                with condition:
+                    actions = core.fail_step(plan, f"{type(e).__name__}: {e}", self._now())
+            else:
+                with condition:
+                    actions = core.finish_step(plan, tokens, self._now())
+            self._step_since = None
+            if actions:
+                self._outbox.append(actions)
+                self._wake()
+
+    def _pin(self, *, compute: bool = False) -> None:
+        if self._cores is None:
+            return
+        os.sched_setaffinity(0, self._cores)  # of the calling thread; compute threads it starts inherit it
+        if compute:
+            self._runner.set_num_threads(len(self._cores))
+
+    # --- I/O thread -----------------------------------------------------------------------------------
+
+    def _io_loop(self) -> None:
+        self._pin()
+        self._router.connect(self._router_address)
+        self._send_join()
+        next_beat = time.monotonic() + self._heartbeat_s
+        try:
+            while not self._stopping:
+                self._wait_for_news(next_beat)
+                while self._outbox:
+                    self._execute(self._outbox.popleft())
+                self._read_router()
+                for event in self._links.events():
+                    self._handle(self.core.on_peer_event, event)
+                self._check_deadlines()
+                if (now := time.monotonic()) >= next_beat:
+                    self._beat(now)
+                    next_beat = now + self._heartbeat_s
+        finally:
+            self._links.close()
+            self._router.close(linger=0)
+
+    def _wait_for_news(self, next_beat: float) -> None:
+        poller = zmq.Poller()
+        for source in (self._wake_fd, self._router, *self._links.pollables()):
+            poller.register(source, zmq.POLLIN)
+        now = time.monotonic()
+        deadlines = [next_beat]
+        if (links_deadline := self._links.next_deadline(now)) is not None:
+            deadlines.append(links_deadline)
+        with self._condition:
+            core_deadline = self.core.next_deadline()
+        if core_deadline is not None:
+            deadlines.append(core_deadline - self._offset)
+        # Rounded up: a deadline polled for a fraction of a millisecond too early would spin.
+        timeout_ms = max(0, int((min(deadlines) - now) * 1000) + 1)
+        if not self._outbox:
+            poller.poll(timeout_ms)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+
+    def _check_deadlines(self) -> None:
+        with self._condition:
+            deadline = self.core.next_deadline()
+        if deadline is not None and deadline <= self._now():
+            self._handle(self.core.on_deadline)
+
+    def _handle(self, handler: Callable[..., list[Action]], *event: Any) -> None:
+        """Give one event to a handler of the core and execute what it answers, and what follows from that."""
+        with self._condition:
+            actions = handler(*event, self._now())
+            self._condition.notify()
+        self._execute(actions)
+
+    def _execute(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, ToRouter):
+                message = action.message
+                if isinstance(message, Tokens) and message.load is not None:
+                    message = msgspec.structs.replace(message, load=self._with_traffic(message.load))
+                self._send_router(message)
+                continue
+            for event in self._links.execute(action):
+                self._handle(self.core.on_peer_event, event)
+
+    # --- the router -------------------------------------------------------------------------------------
+
+    def _read_router(self) -> None:
+        while True:
+            try:
+                data = self._router.recv(flags=zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            try:
+                message = _FROM_ROUTER.decode(data)
+            except ProtocolError as e:
+                log.warning("%s: dropped a malformed message of the router: %s", self.info.worker_id, e)
+                continue
+            self._router_seen = time.monotonic()
+            match message:
+                case Joined():
+                    self._on_joined(message)
+                case JoinRefused(reason):
+                    self._refusal = reason
+                    self._joined.set()
+                case Heartbeat(incarnation):
+                    if self._router_incarnation not in (None, incarnation):
+                        self._router_lost("another router answers at its address")
+                case Submit() | Replace() | Abort() | Peers():
+                    self._handle(self.core.on_router_message, message)
+
+    def _on_joined(self, message: Joined) -> None:
+        if self._router_incarnation is None and not self._joined.is_set():
+            now = time.monotonic()
+            self._offset = ((message.received_at - message.echo) + (message.sent_at - now)) / 2
+        self._router_incarnation = message.router_incarnation
+        self._joined.set()
+
+    def _send_join(self) -> None:
+        self._send_router(Join(PROTOCOL_VERSION, self.info, time.monotonic()))
+
+    def _beat(self, now: float) -> None:
+        if self._router_incarnation is None:
+            if self._joined.is_set():
+                self._send_join()  # the router was lost: whoever answers there now learns of this worker
+            return
+        if now - self._router_seen > self._router_timeout_s:
+            self._router_lost(f"silent for {self._router_timeout_s:g} s")
+            return
+        with self._condition:
+            load = self._load()
+        self._send_router(Heartbeat(self.info.incarnation, load))
+
+    def _router_lost(self, problem: str) -> None:
+        log.warning("%s: router lost (%s); its requests end here", self.info.worker_id, problem)
+        self._router_incarnation = None
+        self._handle(self.core.on_router_lost)
+        self._send_join()
+
+    def _send_router(self, message: Any) -> None:
+        try:
+            self._router.send(_TO_ROUTER.encode(message), flags=zmq.DONTWAIT)
+        except zmq.ZMQError as e:
+            log.warning("%s: message %s to the router lost: %s", self.info.worker_id, type(message).__name__, e)
+
+    def _load(self) -> LoadReport:
+        return self._with_traffic(self.core.load())
+
+    def _with_traffic(self, load: LoadReport) -> LoadReport:
+        return msgspec.structs.replace(
+            load, bytes_sent=self._links.bytes_sent, bytes_received=self._links.bytes_received
+        )
+
+    # --- both ---------------------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        """Seconds on the router's clock, as every time in the core is."""
+        return time.monotonic() + self._offset
+
+    def _wake(self) -> None:
+        if self._wake_fd >= 0:
+            os.eventfd_write(self._wake_fd, 1)
+
+    def _guarded(self, loop: Callable[[], None]) -> None:
+        try:
+            loop()
+        except BaseException as e:  # a thread's end must be seen, whatever ended it
+            log.exception("%s: thread %s died", self.info.worker_id, threading.current_thread().name)
+            self._failure = e
+            self._joined.set()
+            with self._condition:
+                self._stopping = True
+                self._condition.notify_all()
+            self._wake()

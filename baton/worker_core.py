@@ -1,0 +1,210 @@
+"""WorkerCore: all that one worker decides, without its threads, sockets and tensors.
+
+Joins the engine core with the send and receive port: messages and completions come in, actions go
+out. The wall-clock driver (`baton.worker`) and a virtual-clock one run this same class.
+Pure: no clock, no I/O. Not thread-safe; its driver holds a lock around every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.engine.core import EngineCore
+from baton.engine.request import ChunkDone, Effect, Emit, Ended, EngineRequest, PromptDone, StepPlan
+from baton.errors import RequestError
+from baton.ports import (
+    Action,
+    BlocksReceived,
+    BlocksSent,
+    FromDecode,
+    FromPrefill,
+    LinkDown,
+    PeerEvent,
+    ReceivePort,
+    SendPort,
+    Shipped,
+    ToRouter,
+)
+from baton.protocol import (
+    Abort,
+    AttemptFailed,
+    LoadReport,
+    MarksOut,
+    Peers,
+    Replace,
+    RequestKey,
+    Submit,
+    TokenOut,
+    Tokens,
+    WorkerInfo,
+)
+
+
+class WorkerCore:
+    """A prefill worker is this with a send port, a decode worker with a receive port, `both` has the two."""
+
+    def __init__(self, info: WorkerInfo, engine: EngineCore, send: SendPort | None, receive: ReceivePort | None):
+        self.info = info
+        self.engine = engine
+        self.send = send
+        self.receive = receive
+        self._num_freed_seen = 0
+
+    # --- events ---------------------------------------------------------------------------------
+
+    def on_router_message(self, message: Submit | Replace | Abort | Peers, now: float) -> list[Action]:
+        """Raises nothing: what cannot be served is answered with AttemptFailed."""
+        match message:
+            case Submit():
+                actions = self._submit(message, now)
+            case Abort():
+                actions = self._abort(message.key, now)
+            case Replace():
+                actions = self._replace(message, now)
+            case Peers():
+                actions = self.send.on_peers(message.workers, now) if self.send else []
+        return self._after(actions, now)
+
+    def on_peer_event(self, event: PeerEvent, now: float) -> list[Action]:
+        """A session message of another worker, or news of the blocks that move between the two."""
+        send, receive = self.send, self.receive
+        actions: list[Action] = []
+        match event:
+            case FromDecode(peer, message) if send:
+                actions = send.on_message(peer, message, now)
+            case FromPrefill(peer, message) if receive:
+                actions = receive.on_message(peer, message, now)
+            case Shipped(transfer, refs, checksums) if send:
+                actions = send.on_shipped(transfer, refs, checksums, now)
+            case BlocksSent(transfer, indices) if send:
+                actions = send.on_sent(transfer, indices, now)
+            case BlocksReceived(transfer, checksums) if receive:
+                actions = receive.on_received(transfer, checksums, now)
+            case LinkDown(peer, reason):
+                for port in (send, receive):
+                    actions = actions + (port.on_link_lost(peer, reason, now) if port else [])
+        return self._after(actions, now)
+
+    def on_router_lost(self, now: float) -> list[Action]:
+        """Nobody waits for these requests any more: end them all."""
+        actions: list[Action] = []
+        for key in self.engine.live():
+            actions += self._abort(key, now)
+        return self._after(actions, now)
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def next_step(self, now: float) -> StepPlan | None:
+        return self.engine.schedule(now)
+
+    def finish_step(self, plan: StepPlan, tokens: Sequence[int | None], now: float) -> list[Action]:
+        """Take in a step's tokens. The first action is the one `Tokens` message of the step, if it has any."""
+        return self._after(self._apply(self.engine.complete(plan, tokens, now), now), now)
+
+    def fail_step(self, plan: StepPlan, problem: str, now: float) -> list[Action]:
+        """The step raised: its requests end here and the router may place them elsewhere."""
+        actions: list[Action] = [
+            ToRouter(AttemptFailed(self.info.worker_id, item.request.key, "engine_error", problem))
+            for item in plan.items
+            if not item.request.ended
+        ]
+        return self._after(actions + self._apply(self.engine.fail_step(plan, now), now), now)
+
+    # --- time -----------------------------------------------------------------------------------
+
+    def next_deadline(self) -> float | None:
+        deadlines = [d for part in (self.engine, self.send, self.receive) if part and (d := part.next_deadline())]
+        return min(deadlines, default=None)
+
+    def on_deadline(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for effect in self.engine.on_deadline(now):
+            assert isinstance(effect, Ended)
+            actions.append(
+                ToRouter(
+                    AttemptFailed(self.info.worker_id, effect.request.key, "timeout", "the request's time is over")
+                )
+            )
+            actions += self._apply([effect], now)
+        for port in (self.send, self.receive):
+            if port is not None:
+                actions += port.on_deadline(now)
+        return self._after(actions, now)
+
+    def load(self) -> LoadReport:
+        return self.engine.load()
+
+    def num_held_blocks(self) -> int:
+        """Blocks that are not free; zero once every request and transfer has ended (principle 4)."""
+        return self.engine.pool.num_blocks - self.engine.pool.num_free
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _submit(self, submit: Submit, now: float) -> list[Action]:
+        remaining = submit.sampling.max_tokens - len(submit.prior)
+        # A request of which one token is left ends at prefill: nothing to hand over.
+        handoff = submit.decode not in (None, self.info.worker_id) and remaining > 1
+        if handoff and self.send is None:
+            return [self._refused(submit.key, f"{self.info.worker_id} ({self.info.role}) has no send port")]
+        request = EngineRequest(
+            submit.key,
+            submit.prompt,
+            submit.sampling,
+            prior=submit.prior,
+            sample=submit.sample,
+            handoff=handoff,
+            deadline=None if submit.timeout_s is None else now + submit.timeout_s,
+        )
+        try:
+            self.engine.submit(request, now)
+        except RequestError as e:
+            return [self._refused(submit.key, str(e))]
+        return self.send.offer(submit, now) if handoff and self.send else []
+
+    def _replace(self, message: Replace, now: float) -> list[Action]:
+        try:
+            return self.send.replace(message, now) if self.send else []
+        except RequestError as e:
+            return [self._refused(message.key, str(e)), *self._abort(message.key, now)]
+
+    def _refused(self, key: RequestKey, reason: str) -> Action:
+        return ToRouter(AttemptFailed(self.info.worker_id, key, "refused", reason))
+
+    def _abort(self, key: RequestKey, now: float) -> list[Action]:
+        actions = self.receive.on_abort(key.request_id, key.attempt, now) if self.receive else []
+        return actions + self._apply(self.engine.abort(key, now), now)
+
+    def _apply(self, effects: list[Effect], now: float) -> list[Action]:
+        tokens: list[TokenOut] = []
+        marks: list[MarksOut] = []
+        actions: list[Action] = []
+        for effect in effects:
+            request = effect.request
+            match effect:
+                case Emit():
+                    request_id, attempt = request.key
+                    tokens.append(
+                        TokenOut(request_id, attempt, request.sample, effect.index, effect.token, effect.finish)
+                    )
+                    if effect.finish or request.num_tokens - request.num_context == 1:
+                        marks.append(MarksOut(request_id, attempt, dict(request.marks)))
+                case ChunkDone():
+                    assert self.send is not None
+                    actions += self.send.on_chunk(effect, now)
+                case PromptDone():
+                    assert self.send is not None
+                    actions += self.send.on_prompt_done(effect, now)
+                case Ended():
+                    if request.handoff and self.send is not None:
+                        actions += self.send.on_ended(effect, now)
+        if tokens:
+            message = Tokens(self.info.worker_id, self.info.incarnation, tuple(tokens), tuple(marks), self.load())
+            actions.insert(0, ToRouter(message))
+        return actions
+
+    def _after(self, actions: list[Action], now: float) -> list[Action]:
+        """Blocks may have come free, or a request that waited for some may have got them: serve waiting offers."""
+        if self.receive is not None and self.engine.pool.num_freed != self._num_freed_seen:
+            self._num_freed_seen = self.engine.pool.num_freed
+            actions = actions + self.receive.on_blocks_free(now)
+        return actions

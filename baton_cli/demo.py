@@ -1,0 +1,162 @@
+"""`baton demo`: the main job, from an empty machine to answers that are checked.
+
+1  a Ray cluster with one prefill and one decode worker on the demo model
+2  questions, answered token by token; where each request's time went
+3  the same questions colocated and by Hugging Face: the tokens must be the same
+4  a first comparison of the two placements
+5  no block is held, nothing is left running
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.rule import Rule
+
+from baton.config import ClusterConfig, parse_config
+from baton.engine.weights import resolve_model
+from baton_cli.experiment import run_experiment
+from baton_cli.output import completion_data, out, status_data, status_table, timeline_table
+from baton_cluster.ray_cluster import RayCluster
+from baton_cluster.ray_session import RaySession
+from baton_experiments.placement import with_placement
+from router.client import Completion
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Which planet is known as the Red Planet?",
+    "Translate to French: good morning.",
+)
+MAX_TOKENS = 24
+
+CONFIG: dict[str, Any] = {
+    "name": "baton-demo",
+    # float32 everywhere, so that the tokens can be compared with Hugging Face one by one.
+    "model": {"source": "demo", "dtype": "float32"},
+    "pools": {"prefill": {"kv_memory_mib": 256}, "decode": {"kv_memory_mib": 256}},
+    "engine": {"max_batch_tokens": 128},
+    # Two clusters, a client and Hugging Face share what may be two cores.
+    "liveness": {"heartbeat_s": 1.0, "timeout_s": 15.0},
+}
+
+
+def run_demo(json_path: Path | None, *, compare: bool) -> int:
+    """Run all steps; 0 if every check held, else 1."""
+    started = time.monotonic()
+    config = parse_config(CONFIG)
+    colocated = with_placement(config, "colocated:2")
+    problems: list[str] = []
+    result: dict[str, Any] = {}
+    with out.status("preparing the demo model") as line:
+
+        def progress(text: str) -> None:
+            line.update(text)
+
+        model_path = resolve_model("demo", progress=progress)
+        progress("starting Ray")
+        with RaySession(config.ray, num_cpus=4, namespace="baton-demo") as session:
+            with RayCluster(config, session=session, progress=progress) as split:
+                line.stop()
+                _heading("1", "One prefill worker and one decode worker, each in its own process")
+                status = split.status()
+                out.print(status_table(status))
+                result["status"] = status_data(status)
+                for warning in split.warnings:
+                    out.print(f"note: {warning}", style="yellow")
+
+                _heading("2", "Questions; each answer's KV cache is handed over after the first token")
+                answers = [_ask_aloud(split, question) for question in QUESTIONS]
+                result["answers"] = [completion_data(done) for done in answers]
+                out.print(timeline_table(answers[0]))
+
+                line.update("starting two colocated workers")
+                line.start()
+                with RayCluster(colocated, session=session, progress=progress) as both:
+                    line.update("asking the colocated workers")
+                    with both.client() as client:
+                        same = [client.generate(_chat(q), max_tokens=MAX_TOKENS).token_ids for q in QUESTIONS]
+                    line.update("asking Hugging Face")
+                    reference = hugging_face_greedy(model_path, [_chat(q) for q in QUESTIONS], MAX_TOKENS)
+                    line.stop()
+                    _heading("3", "The same tokens from split, colocated and Hugging Face")
+                    for question, done, other, expected in zip(QUESTIONS, answers, same, reference, strict=True):
+                        equal = list(done.token_ids) == list(other) == expected
+                        out.print(f"{'equal ' if equal else 'DIFFER'}  {len(expected):3d} tokens  {question}")
+                        if not equal:
+                            problems.append(
+                                f"tokens differ for {question!r}: split {list(done.token_ids)}, "
+                                f"colocated {list(other)}, Hugging Face {expected}"
+                            )
+                    if compare:
+                        _heading("4", "Split against colocated, on the same two workers' worth of cores")
+                        records = run_experiment(
+                            config,
+                            placements=("colocated:2", "split:1+1"),
+                            rates=(0.5, 1.0),
+                            seeds=(0,),
+                            num_requests=8,
+                            prompt_tokens=(32, 96),
+                            output_tokens=(6, 12),
+                            folder=Path("results/demo"),
+                            clusters={"colocated:2": both, "split:1+1": split},
+                        )
+                        problems += [f"request failed: {r.error}" for r in records if r.error]
+                    held = {**split.num_held_blocks(), **both.num_held_blocks()}
+                    problems += [f"{worker} still holds {count} KV blocks" for worker, count in held.items() if count]
+            _heading("5", "The end")
+            out.print("no KV block is held" if not any(held.values()) else f"held blocks: {held}")
+    out.print(f"all processes have ended; {time.monotonic() - started:.0f} s in all")
+    for problem in problems:
+        out.print(f"problem: {problem}", style="red", markup=False)
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps({**result, "problems": problems}, indent=1), encoding="utf-8")
+    return 1 if problems else 0
+
+
+def _heading(number: str, text: str) -> None:
+    out.print(Rule(f"{number}  {text}", align="left"))
+
+
+def _chat(question: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}]
+
+
+def _ask_aloud(cluster: RayCluster, question: str) -> Completion:
+    """Ask, and print the answer as it comes."""
+    out.print(f"[bold]{question}[/bold]")
+    with cluster.client() as client, client.stream(_chat(question), max_tokens=MAX_TOKENS) as stream:
+        for delta in stream:
+            out.out(delta.text, end="")
+        done = stream.completion
+    out.out("")
+    out.print(
+        f"[dim]{done.usage.prompt_tokens} tokens in, {done.usage.completion_tokens} out; "
+        f"{done.kv_bytes / 1e6:.1f} MB handed over from {done.prefill_worker} to {done.decode_worker}; "
+        f"first token after {done.ttft_s * 1e3:.0f} ms[/dim]"
+    )
+    return done
+
+
+def hugging_face_greedy(
+    model_path: Path, conversations: list[list[dict[str, str]]], max_tokens: int
+) -> list[list[int]]:
+    """Output tokens of transformers' own model in float32, greedy, one conversation after the other."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    outputs = []
+    for conversation in conversations:
+        text = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        with torch.inference_mode():
+            tokens = model.generate(**ids, max_new_tokens=max_tokens, do_sample=False)
+        outputs.append(tokens[0, ids["input_ids"].shape[1] :].tolist())
+    return outputs

@@ -1,0 +1,233 @@
+"""The `baton` command. Thin: reads options, calls the packages below, prints."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from baton.config import ClusterConfig, dump_config, load_config
+from baton.errors import BatonError, ConfigError
+from baton_cli.output import completion_data, err, out, print_json, status_data, status_table, timeline_table
+
+app = typer.Typer(
+    name="baton",
+    help="Serve language models with prefill and decode on separate workers.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+DEFAULT_CONFIG = Path("cluster.yaml")
+
+ConfigPath = Annotated[
+    Path | None,
+    typer.Argument(
+        help="Cluster description; default: cluster.yaml if it is here, else all defaults.", show_default=False
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as --set engine.block_size=32. Repeatable."),
+]
+ClusterName = Annotated[
+    str | None, typer.Option("--cluster", "-c", help="Name of the cluster; default: the only one that is up.")
+]
+Address = Annotated[
+    str | None, typer.Option(help="The router's address (tcp://host:port) instead of a cluster's name.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+
+
+def read_config(path: Path | None, overrides: list[str] | None) -> ClusterConfig:
+    """The configuration a command runs with. Raises ConfigError."""
+    if path is None and DEFAULT_CONFIG.exists():
+        path = DEFAULT_CONFIG
+    values: dict[str, Any] = {}
+    for item in overrides or []:
+        key, separator, text = item.partition("=")
+        if not separator or not key:
+            raise ConfigError("--set", "is not KEY=VALUE", value=item, allowed="such as engine.block_size=32")
+        values[key] = yaml.safe_load(text)
+    return load_config(path, values)
+
+
+@app.command(epilog="Example: baton up cluster.yaml --set pools.decode.workers=2")
+def up(
+    config_path: ConfigPath = None,
+    overrides: Overrides = None,
+    show_config: Annotated[bool, typer.Option(help="Print the resolved configuration and exit.")] = False,
+) -> None:
+    """Start a cluster and keep it up until Ctrl-C or `baton down`."""
+    config = read_config(config_path, overrides)
+    if show_config:
+        print(yaml.safe_dump(dump_config(config), sort_keys=False), end="")
+        return
+    from baton_cluster.launch import launch
+    from baton_cluster.record import claim_name, remove_record, write_record
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    claim_name(config.name)
+    with out.status("starting") as line, launch(config, progress=lambda text: line.update(text)) as cluster:
+        write_record(config.name, cluster.address, cluster.details().get("ray_address"))
+        try:
+            line.stop()
+            out.print(status_table(cluster.status()))
+            for warning in cluster.warnings:
+                err.print(f"warning: {warning}", style="yellow")
+            out.print(f"{config.name} is ready at {cluster.address}; Ctrl-C or `baton down` ends it")
+            while True:
+                signal.pause()
+        except KeyboardInterrupt:
+            line.update("ending")
+            line.start()
+        finally:
+            remove_record(config.name)
+    out.print(f"{config.name} has ended")
+
+
+@app.command(epilog="Example: baton down baton")
+def down(
+    name: Annotated[str | None, typer.Argument(help="Name of the cluster; default: the only one that is up.")] = None,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds before its process is killed.")] = 30.0,
+) -> None:
+    """End a cluster that `baton up` started, and nothing else."""
+    from baton_cluster.record import end_owner, find_record
+
+    record = find_record(name)
+    end_owner(record, timeout_s)
+    out.print(f"{record.name} has ended")
+
+
+@app.command(epilog="Example: baton status --json")
+def status(cluster: ClusterName = None, address: Address = None, as_json: AsJson = False) -> None:
+    """Show a cluster's workers, where they are pinned, and how full they are."""
+    from router.client import RouterClient
+
+    with RouterClient(_address(cluster, address)) as client:
+        answer = client.status()
+    if as_json:
+        print_json(status_data(answer))
+    else:
+        out.print(status_table(answer))
+
+
+@app.command(epilog='Example: baton submit "What is the capital of France?" --temperature 0 --json')
+def submit(
+    text: Annotated[str, typer.Argument(help="The question; - reads it from standard input.")],
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the most probable token.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens; default: a new one each time.")] = None,
+    raw: Annotated[bool, typer.Option(help="Continue the text itself; without it the chat template asks it.")] = False,
+    timeline: Annotated[bool, typer.Option(help="Also show where the time went.")] = False,
+    cluster: ClusterName = None,
+    address: Address = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask a running cluster; the answer streams."""
+    from router.client import RouterClient
+
+    if text == "-":
+        text = sys.stdin.read()
+    prompt: Any = text if raw else [{"role": "user", "content": text}]
+    with RouterClient(_address(cluster, address)) as client:
+        stream = client.stream(prompt, max_tokens=max_tokens, temperature=temperature, seed=seed)
+        with stream:
+            for delta in stream:
+                if not as_json:
+                    out.out(delta.text, end="")
+            done = stream.completion
+    if as_json:
+        print_json(completion_data(done))
+        return
+    out.out("")
+    if timeline:
+        out.print(timeline_table(done))
+
+
+@app.command(epilog="Example: baton demo --json results/demo.json")
+def demo(
+    json_path: Annotated[Path | None, typer.Option("--json", help="Also write what was measured to this file.")] = None,
+    quick: Annotated[bool, typer.Option(help="Leave the comparison of placements out.")] = False,
+) -> None:
+    """One prefill and one decode worker on Ray answer real questions, checked against Hugging Face and timed."""
+    from baton_cli.demo import run_demo
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    raise typer.Exit(run_demo(json_path, compare=not quick))
+
+
+@app.command(epilog="Example: baton experiment --placement colocated:2 --placement split:1+1 --rate 0.5 --rate 1")
+def experiment(
+    config_path: ConfigPath = None,
+    placement: Annotated[
+        list[str] | None, typer.Option(help="colocated:N or split:P+D, of equal size. Default: colocated:2, split:1+1.")
+    ] = None,
+    rate: Annotated[list[float] | None, typer.Option(help="Requests per second. Default: 0.5, 1, 2.")] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests per placement, rate and seed.")] = 20,
+    seed: Annotated[list[int] | None, typer.Option(help="Seeds of the workload. Default: 0.")] = None,
+    prompt_tokens: Annotated[str, typer.Option(metavar="LOW-HIGH", help="Prompt lengths, uniform.")] = "32-96",
+    output_tokens: Annotated[str, typer.Option(metavar="LOW-HIGH", help="Output lengths, uniform.")] = "8-24",
+    folder: Annotated[Path, typer.Option("--out", help="Folder for records, summary and plot.")] = Path(
+        "results/experiment"
+    ),
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare placements on the real cluster: same engine, same work, equal resources."""
+    from baton_cli.experiment import run_experiment
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    run_experiment(
+        read_config(config_path, overrides),
+        placements=tuple(placement or ("colocated:2", "split:1+1")),
+        rates=tuple(rate or (0.5, 1.0, 2.0)),
+        seeds=tuple(seed or (0,)),
+        num_requests=requests,
+        prompt_tokens=_span(prompt_tokens, "--prompt-tokens"),
+        output_tokens=_span(output_tokens, "--output-tokens"),
+        folder=folder,
+        as_json=as_json,
+    )
+
+
+def _span(text: str, option: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    try:
+        span = int(low), int(high or low)
+    except ValueError:
+        span = (0, 0)
+    if not 1 <= span[0] <= span[1]:
+        raise ConfigError(option, "is not a span of lengths", value=text, allowed="LOW-HIGH with 1 <= LOW <= HIGH")
+    return span
+
+
+def _address(cluster: str | None, address: str | None) -> str:
+    if address is not None:
+        return address
+    from baton_cluster.record import find_record
+
+    return find_record(cluster).address
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    """Entry point: Baton's own errors end in one sentence, Ctrl-C in silence, both with a non-zero exit."""
+    try:
+        app()
+    except BatonError as e:
+        err.print(f"error: {e}", style="red", markup=False)
+        raise SystemExit(2 if isinstance(e, ConfigError) else 1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

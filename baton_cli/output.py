@@ -1,0 +1,120 @@
+"""What the commands print: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from baton.protocol import Status
+from baton.timeline import Stage
+from router.client import Completion
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+def print_json(data: Any) -> None:
+    """One JSON document on stdout, unstyled."""
+    print(json.dumps(data, ensure_ascii=False, indent=1))
+
+
+def status_data(status: Status) -> dict[str, Any]:
+    """A router's status as `baton status --json` prints it."""
+    return {
+        "name": status.name,
+        "model": status.model,
+        "max_model_len": status.max_model_len,
+        "router_incarnation": status.router_incarnation,
+        "requests": status.num_requests,
+        "workers": [
+            {
+                "worker_id": w.info.worker_id,
+                "pool": w.info.pool,
+                "role": w.info.role,
+                "state": w.state,
+                "node": w.info.node,
+                "pid": w.info.pid,
+                "device": w.info.device,
+                ("gpu_ids" if w.info.device.startswith("cuda") else "cores"): list(w.info.device_ids),
+                "incarnation": w.info.incarnation,
+                "blocks_total": w.load.blocks_total,
+                "blocks_free": w.load.blocks_free,
+                "waiting": w.load.num_waiting,
+                "running": w.load.num_running,
+                "steps": w.load.num_steps,
+                "bytes_sent": w.load.bytes_sent,
+                "bytes_received": w.load.bytes_received,
+                "seen_s_ago": round(w.seen_s_ago, 3),
+            }
+            for w in status.workers
+        ],
+    }
+
+
+def status_table(status: Status) -> Table:
+    """The workers of a cluster, one a row."""
+    table = Table(title=f"{status.name}: {status.model}")
+    for column in ("worker", "pool", "state", "node", "pid", "device", "blocks free / total", "waiting", "running"):
+        table.add_column(column)
+    for w in status.workers:
+        ids = ",".join(map(str, w.info.device_ids))
+        kind = "GPU" if w.info.device.startswith("cuda") else "core"
+        table.add_row(
+            w.info.worker_id,
+            w.info.pool,
+            w.state,
+            w.info.node,
+            str(w.info.pid),
+            f"{w.info.device}, {kind} {ids}" if ids else w.info.device,
+            f"{w.load.blocks_free} / {w.load.blocks_total}",
+            str(w.load.num_waiting),
+            str(w.load.num_running),
+        )
+    return table
+
+
+def completion_data(done: Completion) -> dict[str, Any]:
+    """A completion as `baton submit --json` prints it; the timeline in milliseconds."""
+    return {
+        "request_id": done.request_id,
+        "text": done.text,
+        "token_ids": list(done.token_ids),
+        "finish_reason": done.finish_reason,
+        "usage": {
+            "prompt_tokens": done.usage.prompt_tokens,
+            "completion_tokens": done.usage.completion_tokens,
+            "total_tokens": done.usage.prompt_tokens + done.usage.completion_tokens,
+        },
+        "prefill_worker": done.prefill_worker,
+        "decode_worker": done.decode_worker,
+        "attempts": done.attempts,
+        "kv_bytes": done.kv_bytes,
+        "ttft_ms": done.ttft_s * 1e3,
+        "latency_ms": done.latency_s * 1e3,
+        "timeline": {
+            "stages_ms": {str(stage): seconds * 1e3 for stage, seconds in done.timeline.stages().items()},
+            "residual_ms": None if done.residual_s is None else done.residual_s * 1e3,
+        },
+    }
+
+
+def timeline_table(done: Completion) -> Table:
+    """Where the time of one request went, and what the client saw beyond it."""
+    stages = done.timeline.stages()
+    total = sum(stages.values()) or 1e-9
+    table = Table(title=f"request {done.request_id[:8]}: {done.prefill_worker} -> {done.decode_worker}", min_width=60)
+    table.add_column("stage")
+    table.add_column("ms", justify="right")
+    table.add_column("", min_width=30)
+    for stage in Stage:
+        if stage in stages:
+            share = stages[stage] / total
+            table.add_row(stage.replace("_", " "), f"{stages[stage] * 1e3:.2f}", "█" * round(30 * share))
+    table.add_row("all stages", f"{total * 1e3:.2f}", "", style="bold")
+    table.add_row("client's clock", f"{done.latency_s * 1e3:.2f}", f"first token after {done.ttft_s * 1e3:.1f} ms")
+    if done.residual_s is not None:
+        table.add_row("residual", f"{done.residual_s * 1e3:.2f}", "message trips and the client's own work")
+    return table

@@ -1,0 +1,117 @@
+"""The Ray actors: control only. Tokens and KV blocks never pass through Ray.
+
+One class for workers of all kinds, one for the router. An actor starts its part, answers for its
+health, and stops it; the part's own threads do the work.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from baton.config import parse_config
+from baton_cluster.build import WorkerSpec, build_worker
+
+
+class WorkerActor:
+    """Holds one EngineWorker in a process of its own."""
+
+    def __init__(self, config_tree: dict[str, Any], worker_id: str, pool: str):
+        self._config = parse_config(config_tree)
+        self._spec = WorkerSpec(worker_id, pool)
+        self._worker: Any = None
+
+    def where(self) -> dict[str, Any]:
+        """The node and what this process may use there: before `start`, for the assignment of cores."""
+        import ray
+
+        context = ray.get_runtime_context()
+        return {
+            "node_id": context.get_node_id(),
+            "node_ip": ray.util.get_node_ip_address(),
+            "hostname": platform.node(),
+            "cores": sorted(os.sched_getaffinity(0)),
+            "gpu_ids": [int(gpu) for gpu in ray.get_gpu_ids()],
+            "pid": os.getpid(),
+        }
+
+    def start(self, router_address: str, host: str, cores: tuple[int, ...], transport: str) -> dict[str, Any]:
+        """Load the model, build the worker, join the router. Returns the worker's description.
+
+        Raises what is wrong (ModelError, ConfigError, JoinRefusedError, ...) to the launcher.
+        """
+        import ray
+
+        from baton.engine.runner import build_runner
+
+        os.sched_setaffinity(0, cores)  # loading, too, stays off the other workers' cores
+        built = build_runner(self._config, self._config.pools[self._spec.pool])
+        gpu_ids = tuple(int(gpu) for gpu in ray.get_gpu_ids())
+        self._worker = build_worker(
+            self._config,
+            self._spec,
+            built,
+            router_address=router_address,
+            context=zmq.Context(),
+            transport=transport,
+            host=host,
+            cores=cores,
+            node=platform.node(),
+            device_ids=gpu_ids or cores,
+            pid=os.getpid(),
+        )
+        self._worker.start(self._config.start_timeout_s)
+        description: dict[str, Any] = msgspec.to_builtins(self._worker.info)
+        return description
+
+    def health(self) -> dict[str, Any]:
+        """See `EngineWorker.health`."""
+        if self._worker is None:
+            return {"healthy": False, "problem": "not started"}
+        health: dict[str, Any] = self._worker.health()
+        return {**health, "load": msgspec.to_builtins(health["load"])}
+
+    def num_held_blocks(self) -> int:
+        """Blocks that are not free now; zero when every request and transfer has ended."""
+        return int(self._worker.num_held_blocks()) if self._worker else 0
+
+    def stop(self) -> None:
+        if self._worker is not None:
+            self._worker.stop()
+
+
+class RouterActor:
+    """Holds the RouterServer in a process of its own."""
+
+    def __init__(self, config_tree: dict[str, Any]):
+        self._config = parse_config(config_tree)
+        self._server: Any = None
+
+    def node_ip(self) -> str:
+        import ray
+
+        return str(ray.util.get_node_ip_address())
+
+    def start(self, model_path: str, host: str) -> tuple[str, str]:
+        """Returns the addresses for clients and for workers. `host`: where workers reach the router."""
+        from router.server import RouterServer
+
+        self._server = RouterServer(self._config, Path(model_path), back_host=host)
+        addresses: tuple[str, str] = self._server.start()
+        return addresses
+
+    def wait_ready(self, num_workers: int, timeout_s: float) -> None:
+        """Until so many workers have joined. Raises ClusterError after `timeout_s`."""
+        self._server.wait_ready(num_workers, timeout_s)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.stop()

@@ -1,0 +1,73 @@
+"""The Cluster handle: what a user holds after a cluster has started, however it was started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from baton.config import ClusterConfig
+from baton.protocol import Status
+from router.client import AsyncRouterClient, RouterClient
+
+Progress = Callable[[str], None]
+"""Called with one line of text at each stage of a long start."""
+
+
+def no_progress(text: str) -> None:
+    """Progress that nobody watches."""
+
+
+class Cluster(Protocol):
+    """A running cluster. Leaving its `with` block ends it and everything that it started."""
+
+    config: ClusterConfig
+    address: str
+    """Where clients connect (the router's ZeroMQ front)."""
+    warnings: list[str]
+    """What works but deserves a word, such as workers that share a core."""
+
+    def stop(self) -> None: ...
+
+    def details(self) -> dict[str, Any]:
+        """What a launcher knows beyond the router's status (Ray address, process ids)."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class ClusterBase:
+    """What the handles share: clients, status and the `with` block."""
+
+    config: ClusterConfig
+    address: str
+    warnings: list[str]
+
+    def client(self) -> RouterClient:
+        """A client of this cluster's router; close it, or use it in a `with` block."""
+        return RouterClient(self.address)
+
+    def async_client(self) -> AsyncRouterClient:
+        return AsyncRouterClient(self.address)
+
+    def status(self) -> Status:
+        with self.client() as client:
+            return client.status()
+
+    def stop(self) -> None:
+        raise NotImplementedError
+
+    def details(self) -> dict[str, Any]:
+        return {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

@@ -1,0 +1,63 @@
+"""LocalCluster: a whole cluster as threads of one process, over the same cores, sockets and sessions.
+
+For tests, notebooks and debugging: starts in a second once the model is loaded, and weights are
+shared between its workers. They also share one Python interpreter, so it says little about speed.
+"""
+
+from __future__ import annotations
+
+import os
+
+import zmq
+
+from baton.config import ClusterConfig
+from baton.engine.runner import build_runner
+from baton.engine.weights import resolve_model
+from baton.worker import EngineWorker
+from baton_cluster.build import build_worker, worker_specs
+from baton_cluster.cluster import ClusterBase, Progress, no_progress
+from router.server import RouterServer
+
+
+class LocalCluster(ClusterBase):
+    """Starts in its constructor; raises what the first failing part raises, and leaves nothing behind."""
+
+    def __init__(self, config: ClusterConfig, *, progress: Progress = no_progress):
+        self.config = config
+        self.warnings: list[str] = []
+        self.workers: dict[str, EngineWorker] = {}
+        transport = "inproc" if config.transfer.transport == "auto" else config.transfer.transport
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._router: RouterServer | None = None
+        try:
+            model_path = resolve_model(config.model.source, progress=progress)
+            self._router = RouterServer(config, model_path)
+            self.address, back = self._router.start()
+            model = None
+            for spec in worker_specs(config):
+                progress(f"starting {spec.worker_id}")
+                built = build_runner(config, config.pools[spec.pool], model=model)
+                model = built.runner.model
+                self.workers[spec.worker_id] = build_worker(
+                    config,
+                    spec,
+                    built,
+                    router_address=back,
+                    context=self._context,
+                    transport=transport,
+                    pid=os.getpid(),
+                )
+                self.workers[spec.worker_id].start(config.start_timeout_s)
+            self._router.wait_ready(len(self.workers), config.start_timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End all threads and close all sockets. Idempotent."""
+        router, self._router = self._router, None
+        if router is not None:
+            router.stop()
+        for worker in self.workers.values():
+            worker.stop()
+        self._context.term()

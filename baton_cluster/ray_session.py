@@ -1,0 +1,70 @@
+"""Reaching Ray: a cluster of Baton's own on this machine, or an existing one.
+
+Ends what it started and nothing else: `ray stop` would end every Ray process of the machine.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from types import TracebackType
+from typing import Any, Self
+
+from baton.config import RayConfig
+from baton.errors import ClusterError
+
+
+class RaySession:
+    """A connection of this process to Ray; use it in a `with` block. One at a time per process.
+
+    `num_cpus`: logical CPUs to declare where a cluster is started here. Workers are pinned by Baton,
+    so it is a count for placement and may exceed the machine's cores.
+    Raises ClusterError where the address cannot be reached.
+    """
+
+    def __init__(self, config: RayConfig, *, num_cpus: int, namespace: str):
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Ray's coming default; without it every actor without GPUs prints a warning about the change.
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        import ray  # here, because Ray reads its environment at import and takes a second
+
+        if ray.is_initialized():
+            raise ClusterError("this process is connected to Ray already; Baton cannot share that connection")
+        self.ray = ray
+        self.owned = config.address is None
+        options: dict[str, Any] = {
+            "namespace": namespace,
+            "log_to_driver": False,
+            "configure_logging": False,
+            "logging_level": logging.ERROR,
+        }
+        if self.owned:
+            options |= {
+                "address": "local",  # never someone else's cluster that RAY_ADDRESS happens to name
+                "include_dashboard": False,
+                "num_cpus": config.num_cpus or max(num_cpus, os.cpu_count() or 1),
+                "num_gpus": config.num_gpus,
+            }
+        else:
+            options["address"] = config.address
+        try:
+            info = ray.init(**options)
+        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as e:
+            where = config.address or "a new local cluster"
+            first_line = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+            raise ClusterError(f"ray.address {where}: Ray cannot be reached: {first_line}") from e
+        self.address: str = info.address_info["gcs_address"]
+
+    def close(self) -> None:
+        """Disconnect; a cluster that was started here ends. Idempotent."""
+        if self.ray.is_initialized():
+            self.ray.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

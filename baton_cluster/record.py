@@ -1,0 +1,114 @@
+"""What `baton up` leaves for other shells: where the cluster listens and which process owns it.
+
+One JSON file per cluster name. A record whose process is gone (the pid is reused or dead) counts as absent.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from baton.errors import ClusterError
+
+
+class ClusterRecord(msgspec.Struct):
+    """`pid` and `pid_started` (seconds since the epoch) together identify the owning process."""
+
+    name: str
+    address: str
+    ray_address: str | None
+    pid: int
+    pid_started: float
+
+
+def records_folder() -> Path:
+    """$BATON_RUNTIME, else $XDG_RUNTIME_DIR/baton, else a folder of the user's under the cache."""
+    if own := os.environ.get("BATON_RUNTIME"):
+        return Path(own)
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(runtime) / "baton"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton" / "clusters"
+
+
+def write_record(name: str, address: str, ray_address: str | None) -> None:
+    """Record that this process owns the cluster. Raises ClusterError if another living one has the name."""
+    claim_name(name)
+    process = psutil.Process()
+    record = ClusterRecord(name, address, ray_address, process.pid, process.create_time())
+    folder = records_folder()
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    temporary = folder / f".{name}.{os.getpid()}"
+    temporary.write_bytes(msgspec.json.encode(record))
+    temporary.replace(_file(name))
+
+
+def claim_name(name: str) -> None:
+    """Raises ClusterError if a living cluster has this name."""
+    other = _read(name)
+    if other is not None and other.pid != os.getpid():
+        raise ClusterError(
+            f"a cluster named {name} is up already (process {other.pid}, {other.address}); "
+            f"end it with `baton down {name}`, or give this one another `name`"
+        )
+
+
+def remove_record(name: str) -> None:
+    """Forget the cluster if this process owns it."""
+    record = _read(name)
+    if record is not None and record.pid == os.getpid():
+        _file(name).unlink(missing_ok=True)
+
+
+def find_record(name: str | None = None) -> ClusterRecord:
+    """The living cluster of that name; with None the only one there is. Raises ClusterError otherwise."""
+    if name is not None:
+        record = _read(name)
+        if record is None:
+            raise ClusterError(f"no cluster named {name} is up; start one with `baton up`")
+        return record
+    living = [r for r in (_read(f.stem) for f in sorted(records_folder().glob("*.json"))) if r is not None]
+    if not living:
+        raise ClusterError("no cluster is up; start one with `baton up`")
+    if len(living) > 1:
+        names = ", ".join(r.name for r in living)
+        raise ClusterError(f"several clusters are up ({names}); say which with --cluster NAME")
+    return living[0]
+
+
+def end_owner(record: ClusterRecord, timeout_s: float) -> None:
+    """Ask the owning process to end its cluster and wait for it; kill it and its children if it does not.
+
+    Processes that the cluster did not start are never touched.
+    """
+    try:
+        owner = psutil.Process(record.pid)
+        children = owner.children(recursive=True)
+        owner.send_signal(signal.SIGTERM)
+        try:
+            owner.wait(timeout_s)
+        except psutil.TimeoutExpired:
+            children = owner.children(recursive=True)
+            owner.kill()
+        _, alive = psutil.wait_procs([p for p in children if p.is_running()], timeout=5)
+        for child in alive:
+            child.kill()
+    except psutil.NoSuchProcess:
+        pass
+    _file(record.name).unlink(missing_ok=True)
+
+
+def _file(name: str) -> Path:
+    return records_folder() / f"{name}.json"
+
+
+def _read(name: str) -> ClusterRecord | None:
+    try:
+        record = msgspec.json.decode(_file(name).read_bytes(), type=ClusterRecord)
+        alive = psutil.Process(record.pid).create_time() == record.pid_started
+    except (OSError, msgspec.DecodeError, psutil.NoSuchProcess):
+        return None
+    return record if alive else None

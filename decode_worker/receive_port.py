@@ -1,0 +1,388 @@
+"""The decode side of hand-overs: admission, verification, adoption.
+
+Pure: events and `now` in, actions out (`baton.ports`). Knows whose blocks are reserved here and what must
+come before a request may decode; must not know sockets, memory or how a step is computed.
+
+    Offer ─► waits, first come first served ─► engine.reserve ─► ReceiveBlocks, Accept
+        └──► Refuse: it can never fit, or it is of a former life
+    blocks, Commit ─► verified: engine.adopt, Ack
+                 └──► wrong, or missing for a lease: engine.recompute, Nack
+
+From the Commit on D has all it needs (the request from the Offer, the first token), so no fault of the KV's
+way ends the attempt: D computes the prompt itself. Before it, an expired lease or a lost peer does.
+
+No block is reused while anything can still write it (I5). `engine.release` runs inside the call that ends
+the transfer, before the driver executes the `CancelTransfer` which that call returns. In between the engine
+may hand the block out and write it. That is safe because the transport writes only within its
+`completions()`, which runs on the I/O thread, and so do all calls here that can end a transfer, and their
+actions: the transport is cancelled before it can write again. `on_blocks_free` may be called on any thread,
+as it ends nothing; but its actions go the same way as all others, in the order of the calls.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from typing import Any, Protocol
+
+from baton.engine.request import EngineRequest
+from baton.errors import LayoutError, ProtocolError, RequestError
+from baton.layout import KVLayout
+from baton.ports import Action, CancelTransfer, ReceiveBlocks, ToPeer, ToRouter
+from baton.protocol import PROTOCOL_VERSION, AttemptFailed, RequestKey, TransferId
+from kv_transfer.deadlines import Deadlines
+from kv_transfer.messages import (
+    AbortTransfer,
+    Accept,
+    Ack,
+    Commit,
+    Data,
+    Hello,
+    HelloRefused,
+    Nack,
+    Offer,
+    Refuse,
+    ToPrefill,
+    Welcome,
+)
+from kv_transfer.session import Counters, Event, RecvSession, Side, State
+
+MAX_ANSWERS = 4096
+"""Ended transfers whose answer is remembered, for questions that come late or again."""
+
+
+class ReceiveEngine(Protocol):
+    """What the receive port needs of `baton.engine.core.EngineCore`."""
+
+    def reserve(self, request: EngineRequest, num_tokens: int, now: float) -> list[int] | None:
+        """Hold blocks for `num_tokens` tokens of this request; None: they are not free now."""
+        ...
+
+    def can_ever_hold(self, num_tokens: int) -> bool: ...
+
+    def adopt(self, key: RequestKey, first_token: int, now: float) -> None:
+        """The KV of all context tokens is in the reserved blocks: decode."""
+        ...
+
+    def recompute(self, key: RequestKey, first_token: int, now: float) -> None:
+        """Compute the context here, into the reserved blocks, then decode."""
+        ...
+
+    def release(self, key: RequestKey, now: float) -> None:
+        """Free the reserved blocks; unknown keys are a no-op."""
+        ...
+
+
+class ReceivePort:
+    """See the module. `baton.ports.ReceivePort` says when each method is called."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        incarnation: str,
+        fingerprint: str,
+        layout: KVLayout,
+        engine: ReceiveEngine,
+        lease_s: float,
+        expected_growth: int,
+        verify: bool = True,
+        pulls: bool = False,
+    ):
+        self._worker_id = worker_id
+        self._incarnation = incarnation
+        self._fingerprint = fingerprint
+        self._layout = layout
+        self._engine = engine
+        self._lease_s = lease_s
+        self._expected_growth = expected_growth
+        self._verify = verify
+        self._pulls = pulls
+        """The transport fetches what a `Data` names; else blocks are announced with the Accept."""
+        self._greeted: dict[str, str] = {}
+        """worker_id -> incarnation of prefill workers that were welcomed."""
+        self._former: set[str] = set()
+        """Former lives of prefill workers: nothing they said counts any more (I9)."""
+        self._sessions: dict[TransferId, RecvSession] = {}
+        """Transfers that have not ended."""
+        self._by_key: dict[RequestKey, RecvSession] = {}
+        self._waiting: OrderedDict[TransferId, tuple[RecvSession, EngineRequest]] = OrderedDict()
+        """Offers without blocks, first come first served: nobody overtakes the head, so it cannot starve."""
+        self._answers: OrderedDict[TransferId, ToPrefill] = OrderedDict()
+        self._deadlines: Deadlines[TransferId] = Deadlines()
+        self.counters: Counters = Counter()
+
+    # --- the prefill worker ---------------------------------------------------------------------
+
+    def on_message(self, peer: str, message: Any, now: float) -> list[Action]:
+        """Raises ProtocolError, with nothing changed, for what a correct peer never sends."""
+        if isinstance(message, Hello):
+            return self._on_hello(peer, message, now)
+        transfer: TransferId = message.transfer
+        if transfer.source != peer:
+            raise ProtocolError(f"worker {peer} speaks about transfer {transfer}, which is {transfer.source}'s")
+        if transfer.target != self._incarnation:
+            self.counters["stale"] += 1
+            if not isinstance(message, Offer):
+                return []
+            reason = f"offer is for incarnation {transfer.target}, {self._worker_id} is now {self._incarnation}"
+            return [ToPeer(peer, Refuse(transfer, reason))]
+        if isinstance(message, Offer):
+            return self._on_offer(peer, message, now)
+        session = self._sessions.get(transfer)
+        if session is None:
+            return self._on_late(message)
+        match message:
+            case Data():
+                return self._on_data(session, message, now)
+            case Commit():
+                if not session.commit(message, now):
+                    return []
+                return self._settle(session, now)
+            case AbortTransfer():
+                session.happens(Event.ABORT, Side.PREFILL)
+                return self._close(session, AbortTransfer(transfer, "ended by the prefill worker"), now, tell=False)
+        raise ProtocolError(f"{type(message).__name__} is not for a decode worker")
+
+    def _on_hello(self, peer: str, hello: Hello, now: float) -> list[Action]:
+        if hello.incarnation != peer:
+            raise ProtocolError(f"worker {peer} introduces itself as incarnation {hello.incarnation}")
+        if peer in self._former:
+            self.counters["stale"] += 1
+            return []
+        reason = self._unfit(hello)
+        if reason is not None:
+            self.counters["hello_refused"] += 1
+            return [ToPeer(peer, HelloRefused(self._worker_id, reason))]
+        actions: list[Action] = []
+        former = self._greeted.get(hello.worker_id)
+        if former is not None and former != peer:
+            self._former.add(former)
+            actions = self.on_link_lost(former, f"{hello.worker_id} was restarted as {peer}", now)
+        self._greeted[hello.worker_id] = peer
+        return [*actions, ToPeer(peer, Welcome(self._worker_id, self._incarnation))]
+
+    def _unfit(self, hello: Hello) -> str | None:
+        """Why KV blocks of that worker cannot be used here, naming both values."""
+        pairs = (
+            ("protocol version", hello.version, PROTOCOL_VERSION),
+            ("model fingerprint", hello.fingerprint, self._fingerprint),
+        )
+        for what, theirs, ours in pairs:
+            if theirs != ours:
+                return f"{what} differs: {hello.worker_id} has {theirs}, {self._worker_id} has {ours}"
+        try:
+            self._layout.require_compatible(hello.layout, ours=self._worker_id, theirs=hello.worker_id)
+        except LayoutError as e:
+            return str(e)
+        return None
+
+    def _on_offer(self, peer: str, offer: Offer, now: float) -> list[Action]:
+        transfer = offer.transfer
+        session = self._sessions.get(transfer)
+        if session is not None:
+            session.happens(Event.OFFER, Side.PREFILL)  # again; answer again, the Accept may be lost
+            return [] if session.state is State.OFFERED else [ToPeer(peer, Accept(transfer, session.prefix_blocks))]
+        if transfer in self._answers:
+            self.counters["ignored"] += 1
+            return [ToPeer(peer, self._answers[transfer])]
+        if peer in self._former:
+            self.counters["stale"] += 1
+            return []
+        if peer not in self._greeted.values():
+            raise ProtocolError(f"worker {peer} makes an offer before its Hello")
+        num_context = len(offer.prompt) + len(offer.prior)
+        num_blocks = self._layout.num_blocks_for(num_context)
+        session = RecvSession(offer, num_blocks, lease_s=self._lease_s, now=now, counters=self.counters)
+        reason = self._inadmissible(offer)
+        if reason is not None:
+            session.happens(Event.REFUSE, Side.DECODE)
+            return [self._remember(transfer, Refuse(transfer, reason))]
+        request = EngineRequest(
+            transfer.key, offer.prompt, offer.sampling, prior=offer.prior, sample=transfer.sample
+        )
+        self._sessions[transfer] = self._by_key[transfer.key] = session
+        self._waiting[transfer] = (session, request)
+        return self._admit(now)
+
+    def _inadmissible(self, offer: Offer) -> str | None:
+        """Why this offer can never be accepted."""
+        if not offer.prompt:
+            return "the prompt is empty"
+        if offer.transfer.key in self._by_key:
+            return f"attempt {offer.transfer.key} is being handed over already"
+        num_tokens = len(offer.prompt) + max(offer.sampling.max_tokens - 1, len(offer.prior))
+        if not self._engine.can_ever_hold(num_tokens):  # the last token is never computed: it needs no KV
+            return f"{num_tokens} tokens can never fit the KV pool of {self._worker_id}"
+        return None
+
+    def _on_data(self, session: RecvSession, message: Data, now: float) -> list[Action]:
+        indices = set(message.indices)
+        if not indices <= set(session.sent_indices()) or len(indices) != len(message.refs):
+            raise ProtocolError(f"transfer {session.transfer}: Data names blocks outside of the transfer")
+        session.happens(Event.DATA, Side.PREFILL)
+        if not indices:  # P is still at it
+            if session.state is State.OPEN:
+                session.renewed_at = now
+                self._schedule(session)
+            return []
+        new = [(i, ref) for i, ref in zip(message.indices, message.refs, strict=True) if i not in session.announced]
+        if not new or not self._pulls:
+            self.counters["ignored"] += 1
+            return []
+        blocks = session.announce(i for i, _ in new)
+        return [ReceiveBlocks(session.transfer.source, session.transfer, tuple(ref for _, ref in new), blocks)]
+
+    def _on_late(self, message: Data | Commit | AbortTransfer) -> list[Action]:
+        """For a transfer that has ended here, or that was never heard of."""
+        transfer = message.transfer
+        answer = self._answers.get(transfer)
+        self.counters["unknown" if answer is None else "ignored"] += 1
+        if isinstance(message, AbortTransfer):
+            if answer is None:  # it overtook its Offer, which must not be accepted when it comes
+                self._remember(transfer, AbortTransfer(transfer, "ended by the prefill worker"))
+            return []
+        return [ToPeer(transfer.source, answer or AbortTransfer(transfer, "unknown to the decode worker"))]
+
+    # --- the transport, the engine, the router --------------------------------------------------
+
+    def on_received(self, transfer: TransferId, checksums: dict[int, int], now: float) -> list[Action]:
+        session = self._sessions.get(transfer)
+        if session is None or session.state is State.OFFERED:
+            self.counters["unknown"] += 1
+            return []
+        session.receive(checksums, now)
+        return self._settle(session, now)
+
+    def on_blocks_free(self, now: float) -> list[Action]:
+        return self._admit(now)
+
+    def on_abort(self, request_id: str, attempt: int, now: float) -> list[Action]:
+        session = self._by_key.get(RequestKey(request_id, attempt))
+        if session is None:
+            return []
+        session.happens(Event.ABORT, Side.DECODE)
+        return self._close(session, AbortTransfer(session.transfer, "aborted by the router"), now)
+
+    def on_link_lost(self, peer: str, reason: str, now: float) -> list[Action]:
+        """P or the link to it is gone. What is committed D finishes alone; the rest goes back to the router."""
+        actions: list[Action] = []
+        for session in [s for s in self._sessions.values() if s.transfer.source == peer]:
+            if session.state is State.COMMITTED:
+                actions += self._recompute(session, f"the link was lost: {reason}", now)
+                continue
+            session.happens(Event.LOST, Side.DECODE)
+            actions += self._fail(session, "peer_lost", f"the prefill worker or the link to it is lost: {reason}", now)
+        return actions
+
+    # --- time -----------------------------------------------------------------------------------
+
+    def next_deadline(self) -> float | None:
+        return self._deadlines.next()
+
+    def on_deadline(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for transfer in self._deadlines.due(now):
+            session = self._sessions.get(transfer)
+            if session is None or session.lease_at is None:
+                continue
+            missing = len(session.sent_indices()) - len(session.received)
+            text = f"no progress for {self._lease_s:g} s with {missing} blocks missing"
+            if session.lease_at > now:
+                self._schedule(session)
+            elif session.state is State.COMMITTED:
+                actions += self._recompute(session, text, now)
+            else:
+                session.happens(Event.EXPIRE, Side.DECODE)
+                actions += self._fail(session, "transfer", text, now)
+        return actions
+
+    def num_open(self) -> int:
+        return sum(bool(s.blocks) for s in self._sessions.values())
+
+    def num_waiting(self) -> int:
+        """Offers that wait for blocks."""
+        return len(self._waiting)
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _admit(self, now: float) -> list[Action]:
+        """Reserve for waiting offers as far as blocks are free. The receive is posted before the Accept is said."""
+        actions: list[Action] = []
+        while self._waiting:
+            transfer, (session, request) = next(iter(self._waiting.items()))
+            # Never more than `_inadmissible` found room for, or the head would wait for ever.
+            growth = max(request.max_len - 1 - request.num_context, 0)
+            try:
+                blocks = self._engine.reserve(request, request.num_context + min(growth, self._expected_growth), now)
+            except RequestError as e:
+                session.happens(Event.REFUSE, Side.DECODE)
+                actions.append(self._forget(session, Refuse(transfer, str(e))))
+                continue
+            if blocks is None:
+                break
+            del self._waiting[transfer]
+            session.accept(blocks, 0, now)
+            if not self._pulls:
+                pairs = session.announce(session.sent_indices())
+                actions.append(ReceiveBlocks(transfer.source, transfer, (), pairs))
+            actions.append(ToPeer(transfer.source, Accept(transfer, session.prefix_blocks)))
+            self._schedule(session)
+        return actions
+
+    def _settle(self, session: RecvSession, now: float) -> list[Action]:
+        """Adopt, recompute, or wait for more."""
+        verdict = session.verdict(self._verify)
+        if verdict is None:
+            self._schedule(session)
+            return []
+        if verdict:
+            self.counters["corrupt"] += 1
+            return self._recompute(session, verdict, now)
+        assert session.committed is not None
+        session.happens(Event.ACK, Side.DECODE)
+        self._engine.adopt(session.transfer.key, session.committed.first_token, now)
+        return self._close(session, Ack(session.transfer), now, release=False)
+
+    def _recompute(self, session: RecvSession, reason: str, now: float) -> list[Action]:
+        """The KV that came is not used: D computes it, into the blocks it has reserved."""
+        assert session.committed is not None
+        session.happens(Event.NACK, Side.DECODE)
+        self._engine.recompute(session.transfer.key, session.committed.first_token, now)
+        return self._close(session, Nack(session.transfer, reason, recomputing=True), now, release=False)
+
+    def _fail(self, session: RecvSession, code: str, text: str, now: float) -> list[Action]:
+        """The transfer has ended and took the attempt with it."""
+        key = session.transfer.key
+        failed = ToRouter(AttemptFailed(self._worker_id, key, code, text))
+        return [*self._close(session, AbortTransfer(session.transfer, text), now), failed]
+
+    def _close(
+        self, session: RecvSession, answer: ToPrefill, now: float, *, tell: bool = True, release: bool = True
+    ) -> list[Action]:
+        """Forget an ended transfer, save for the answer it got; let the next one in."""
+        transfer = session.transfer
+        reply = self._forget(session, answer)
+        actions: list[Action] = []
+        if len(session.received) < len(session.announced):
+            actions.append(CancelTransfer(transfer))
+        if release and session.blocks:
+            self._engine.release(transfer.key, now)
+        if tell:
+            actions.append(reply)
+        return actions + self._admit(now)
+
+    def _forget(self, session: RecvSession, answer: ToPrefill) -> ToPeer:
+        transfer = session.transfer
+        del self._sessions[transfer], self._by_key[transfer.key]
+        self._waiting.pop(transfer, None)
+        self._deadlines.set(transfer, None)
+        return self._remember(transfer, answer)
+
+    def _remember(self, transfer: TransferId, answer: ToPrefill) -> ToPeer:
+        self._answers[transfer] = answer
+        if len(self._answers) > MAX_ANSWERS:
+            self._answers.popitem(last=False)
+        return ToPeer(transfer.source, answer)
+
+    def _schedule(self, session: RecvSession) -> None:
+        self._deadlines.set(session.transfer, session.lease_at)

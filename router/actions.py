@@ -1,0 +1,64 @@
+"""What the router's core asks its driver to do.
+
+Plain data. `client` is whatever the driver passed in; workers are addressed by incarnation, so that a
+message for a former life is never delivered to the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import msgspec
+
+from baton.protocol import Abort, FinishReason, Heartbeat, Joined, JoinRefused, Peers, Replace, Submit, Usage
+
+ClientId = Hashable
+
+
+ToWorkerMessage = Joined | JoinRefused | Peers | Heartbeat | Submit | Replace | Abort
+
+
+class SendWorker(msgspec.Struct, frozen=True):
+    """Send to the worker with this incarnation; if it cannot be reached, call `RouterCore.on_worker_lost`."""
+
+    worker_id: str
+    incarnation: str
+    message: ToWorkerMessage
+
+
+class NewTokens(msgspec.Struct, frozen=True):
+    """The request's next tokens, in order, each exactly once."""
+
+    client: ClientId
+    label: str
+    request_id: str
+    tokens: tuple[int, ...]
+
+
+class RequestDone(msgspec.Struct, frozen=True):
+    """The request ended; nothing follows for it."""
+
+    client: ClientId
+    label: str
+    request_id: str
+    finish_reason: FinishReason
+    usage: Usage
+    marks: dict[int, float]
+    prefill_worker: str
+    decode_worker: str
+    attempts: int
+    kv_bytes: int
+
+
+class RequestFailed(msgspec.Struct, frozen=True):
+    """The request was refused or lost; nothing follows for it. `code`: see `baton.errors`."""
+
+    client: ClientId
+    label: str
+    request_id: str
+    code: str
+    message: str
+    field: str | None = None
+
+
+RouterAction = SendWorker | NewTokens | RequestDone | RequestFailed

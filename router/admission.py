@@ -1,0 +1,74 @@
+"""Which requests are let in: what can never run gets its error now, before any worker hears of it.
+
+Pure checks that raise typed errors. Must not know where a request goes or how it proceeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.errors import InvalidRequestError, OverloadedError, RequestTooLargeError
+from baton.protocol import MAX_PROMPT_TOKENS, Generate
+from router.policy import Demand, PlacementPolicy
+from router.view import ClusterView
+
+
+def check_source(message: Generate) -> None:
+    """Exactly one of text, messages and token_ids is set, and is not empty; else InvalidRequestError."""
+    given = [name for name in ("text", "messages", "token_ids") if getattr(message, name) is not None]
+    if len(given) != 1:
+        found = " and ".join(given) if given else "none"
+        raise InvalidRequestError(
+            f"a request has exactly one of text, messages and token_ids; this one has {found}", field="prompt"
+        )
+    if not getattr(message, given[0]):
+        raise InvalidRequestError(f"{given[0]} is empty; give at least one token to start from", field=given[0])
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Every id is one of the model's `vocab_size`; else InvalidRequestError naming the first that is not."""
+    if token_ids and (max(token_ids) >= vocab_size or min(token_ids) < 0):
+        at, bad = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < vocab_size)
+        raise InvalidRequestError(
+            f"token_ids[{at}] is {bad}, but the model's vocabulary has the ids 0 to {vocab_size - 1}", field="token_ids"
+        )
+
+
+def admit(
+    num_prompt: int, max_tokens: int, *, view: ClusterView, policy: PlacementPolicy, num_open: int, max_requests: int
+) -> None:
+    """Let a request of these sizes (tokens) in beside `num_open` others, or raise.
+
+    InvalidRequestError: nothing to start from. RequestTooLargeError: no worker known could ever hold
+    it. OverloadedError: `max_requests` are open already.
+    """
+    if num_prompt < 1:
+        raise InvalidRequestError("the prompt has no tokens; give at least one to start from", field="prompt")
+    check_size(num_prompt, max_tokens, view=view, policy=policy)
+    if num_open >= max_requests:
+        raise OverloadedError(
+            f"{num_open} requests are in the system, router.max_requests is {max_requests}; retry when some have ended"
+        )
+
+
+def check_size(num_prompt: int, max_tokens: int, *, view: ClusterView, policy: PlacementPolicy) -> None:
+    """Raise RequestTooLargeError if the known workers can never hold it; says which limit and by how much."""
+    total = num_prompt + max_tokens
+    if num_prompt > MAX_PROMPT_TOKENS:
+        raise RequestTooLargeError(f"prompt of {num_prompt} tokens, at most {MAX_PROMPT_TOKENS} travel", field="prompt")
+    capacity = policy.capacity(view)
+    if capacity is None or policy.fits_somewhere(Demand(num_prompt, total), view):
+        return
+    field = "prompt" if num_prompt >= min(capacity.max_model_len, capacity.tokens) else "max_tokens"
+    asked = f"prompt of {num_prompt} tokens + max_tokens {max_tokens} = {total} tokens"
+    if total > capacity.max_model_len:
+        raise RequestTooLargeError(
+            f"{asked}, more than max_model_len {capacity.max_model_len}; shorten the prompt or lower max_tokens",
+            field=field,
+        )
+    blocks = -(-total // capacity.block_size)
+    raise RequestTooLargeError(
+        f"{asked} need {blocks} KV blocks of {capacity.block_size} tokens; the largest pool has {capacity.blocks}; "
+        f"shorten the request, or raise kv_blocks of the pools",
+        field=field,
+    )

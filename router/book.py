@@ -1,0 +1,145 @@
+"""The router's open requests: found by id, by client and label, by when they are due, and by what they cost.
+
+Pure bookkeeping that keeps these indexes in step. Must not know messages, and decides nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+from router.actions import ClientId
+from router.request import RoutedRequest, State
+from router.view import ClusterView, WorkerView
+
+
+class RequestBook:
+    """Every open request is in it exactly once; `remove` undoes all that `add`, `charge` and `set_timer` did."""
+
+    def __init__(self, view: ClusterView):
+        self.by_id: dict[str, RoutedRequest] = {}
+        self.timers: dict[str, float] = {}
+        """At most one per request: parked, settling, or running with a gap in its tokens."""
+        self.wake_at = math.inf
+        """Not later than any timer. It may be earlier than all of them, `due` makes it exact again."""
+        self._view = view
+        self._by_client: dict[ClientId, dict[str, RoutedRequest]] = {}
+
+    def __len__(self) -> int:
+        return len(self.by_id)
+
+    def add(self, request: RoutedRequest) -> None:
+        assert request.request_id not in self.by_id, "request ids are minted once"
+        self.by_id[request.request_id] = request
+        self._by_client.setdefault(request.client, {})[request.label] = request
+
+    def remove(self, request: RoutedRequest) -> None:
+        del self.by_id[request.request_id]
+        labels = self._by_client[request.client]
+        del labels[request.label]
+        if not labels:
+            del self._by_client[request.client]
+        self.timers.pop(request.request_id, None)
+        self.release(request)
+
+    def find(self, client: ClientId, label: str) -> RoutedRequest | None:
+        labels = self._by_client.get(client)
+        return None if labels is None else labels.get(label)
+
+    def of_client(self, client: ClientId) -> list[RoutedRequest]:
+        return list(self._by_client.get(client, {}).values())
+
+    def clients(self) -> dict[ClientId, str]:
+        """Clients with open requests, each with the label of its oldest one."""
+        return {client: next(iter(labels)) for client, labels in self._by_client.items()}
+
+    def on_worker(self, worker: WorkerView) -> list[RoutedRequest]:
+        """Requests whose current attempt takes part in this life of a worker, oldest first."""
+        return [r for r in self.by_id.values() if r.prefill is worker or r.decode is worker]
+
+    def parked(self) -> list[RoutedRequest]:
+        return [r for r in self.by_id.values() if r.state is State.PARKED]
+
+    # --- what a request costs its workers -----------------------------------------------------------
+
+    def charge(self, request: RoutedRequest, prefill: WorkerView, decode: WorkerView) -> None:
+        """A new attempt at these workers."""
+        assert not request.prefill_charge and not request.decode_charge, "charged once"
+        self._view.stamp()
+        request.prefill, request.prefill_charge = prefill, request.demand.context
+        self._view.charge_prefill(prefill, request.prefill_charge)
+        self._charge_decode(request, decode)
+
+    def move_decode(self, request: RoutedRequest, decode: WorkerView) -> None:
+        """The attempt stays at its prefill worker and gets another one for decode."""
+        self._view.stamp()
+        self._release_decode(request)
+        self._charge_decode(request, decode)
+
+    def release_prefill(self, request: RoutedRequest) -> None:
+        if request.prefill_charge and request.prefill is not None:
+            self._view.release_prefill(request.prefill, request.prefill_charge)
+            request.prefill_charge = 0
+
+    def release(self, request: RoutedRequest) -> None:
+        """The attempt is over; calling it again changes nothing."""
+        self.release_prefill(request)
+        self._release_decode(request)
+
+    def _charge_decode(self, request: RoutedRequest, decode: WorkerView) -> None:
+        request.decode, request.decode_charge = decode, request.demand.total
+        self._view.charge_decode(decode, request.decode_charge)
+
+    def _release_decode(self, request: RoutedRequest) -> None:
+        if request.decode_charge and request.decode is not None:
+            self._view.release_decode(request.decode, request.decode_charge)
+            request.decode_charge = 0
+
+    # --- timers ---------------------------------------------------------------------------------------
+
+    def set_timer(self, request: RoutedRequest, at: float) -> None:
+        self.timers[request.request_id] = at
+        self.wake_at = min(self.wake_at, at)
+
+    def clear_timer(self, request: RoutedRequest) -> None:
+        self.timers.pop(request.request_id, None)
+
+    def due(self, now: float) -> list[RoutedRequest]:
+        """Requests whose timer has run out; their timers are gone."""
+        if now < self.wake_at:
+            return []
+        due = [self.by_id[request_id] for request_id, at in self.timers.items() if at <= now]
+        for request in due:
+            del self.timers[request.request_id]
+        self.wake_at = min(self.timers.values(), default=math.inf)
+        return due
+
+    # --- for tests ------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Assert that all indexes agree and that every worker is charged exactly for what is open on it."""
+        listed = [r for labels in self._by_client.values() for r in labels.values()]
+        assert len(listed) == len(self.by_id) and all(self.by_id[r.request_id] is r for r in listed)
+        assert all(self._by_client.values()), "a client without open requests is forgotten"
+        assert set(self.timers) <= set(self.by_id), "timers of ended requests"
+        assert all(self.wake_at <= at for at in self.timers.values()), "a timer that nobody wakes for"
+        for worker in self._view.workers.values():
+            prefill = [r.prefill_charge for r in listed if r.prefill is worker and r.prefill_charge]
+            decode = [r.decode_charge for r in listed if r.decode is worker and r.decode_charge]
+            assert (worker.prefill_requests, worker.prefill_tokens) == (len(prefill), sum(prefill)), worker
+            assert (worker.decode_requests, worker.decode_tokens) == (len(decode), sum(decode)), worker
+        for request in listed:
+            self._check_request(request)
+
+    def _check_request(self, request: RoutedRequest) -> None:
+        timed = request.request_id in self.timers
+        assert not request.fresh, f"undelivered tokens between events: {request}"
+        assert len(request.tokens) <= request.sampling.max_tokens, request
+        assert all(index > len(request.tokens) for index in request.held), f"held back for nothing: {request}"
+        if request.state is State.PARKED:
+            assert timed and request.prefill is None and request.decode is None and not request.finish, request
+        elif request.state is State.SETTLING:
+            assert timed and request.finish is not None and not request.decode_charge, request
+        else:
+            assert request.prefill is not None and request.decode is not None and request.finish is None, request
+            assert timed == bool(request.held), f"a gap without a timer, or the reverse: {request}"
+            assert request.decode.ready and (request.prefill.ready or not request.needs_prefill), request

@@ -1,0 +1,359 @@
+"""A request's life across workers, as events: what came in, what that means, what is to be done.
+
+Pure: events and `now` in, actions out (`router.actions`), `next_deadline()` says when to wake it. No
+clock, randomness or sockets; ids and seeds are arguments. Must not know text. The states of a
+request are drawn in `router.request`, those of a worker in `router.view`; `router.lifecycle` does
+what is decided here.
+
+What holds, whatever comes (`check_integrity` and the property tests watch it):
+
+* A request that was accepted ends exactly once: leaving the book and the ending action are one act.
+* Each token index reaches the client once and in order; a retry continues from what was delivered.
+* Work charged to a worker in the view is released when the part of the request that caused it ends.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from baton.config import ClusterConfig
+from baton.errors import BatonError, InvalidRequestError, JoinRefusedError
+from baton.protocol import (
+    AttemptFailed,
+    HandoffDone,
+    HandoffRefused,
+    Heartbeat,
+    Join,
+    Joined,
+    JoinRefused,
+    Peers,
+    RequestKey,
+    SamplingParams,
+    Status,
+    Tokens,
+    ToRouterFromWorker,
+)
+from baton.timeline import Mark
+from router.actions import ClientId, RequestFailed, SendWorker
+from router.admission import admit
+from router.lifecycle import Actions, Lifecycle
+from router.membership import Membership
+from router.policy import PlacementPolicy
+from router.records import RequestRecord
+from router.request import RoutedRequest, State
+from router.view import ClusterView, WorkerView
+
+
+class RouterCore:
+    """All requests of one router. Every `on_*` returns the actions it causes, in the order to do them."""
+
+    def __init__(self, config: ClusterConfig, *, router_incarnation: str, fingerprint: str | None = None):
+        self.view = ClusterView()
+        self.num_dropped = 0
+        """Messages of former or unknown lives, or that contradict themselves."""
+        self._config = config
+        self._incarnation = router_incarnation
+        self._policy = PlacementPolicy(config)
+        self._membership = Membership(fingerprint)
+        self._life = Lifecycle(config, self.view, self._policy)
+        self._book = self._life.book
+        self._timeout_s = config.liveness.timeout_s
+        self._beat_at = math.inf
+        self._check_at = math.inf
+        """Not later than when the first live worker's silence becomes too long."""
+
+    @property
+    def num_requests(self) -> int:
+        """Open requests."""
+        return len(self._book)
+
+    def clients(self) -> dict[ClientId, str]:
+        """Clients with open requests, each with the label of one of them."""
+        return self._book.clients()
+
+    def explain(self, request_id: str) -> RequestRecord | None:
+        """Where a request that ended went, and why; by id or the start of one. None: unknown or long ago."""
+        return self._life.records.find(request_id)
+
+    def status(self, label: str, now: float) -> Status:
+        """The cluster as of now. `max_model_len`: prompt plus output that the known workers can hold; 0: none known."""
+        capacity = self._policy.capacity(self.view)
+        return Status(
+            label=label,
+            name=self._config.name,
+            router_incarnation=self._incarnation,
+            num_requests=len(self._book),
+            workers=self.view.statuses(now),
+            model=self._config.model.source,
+            max_model_len=0 if capacity is None else min(capacity.tokens, capacity.max_model_len),
+        )
+
+    # --- events: clients --------------------------------------------------------------------------
+
+    def on_generate(
+        self,
+        client: ClientId,
+        label: str,
+        request_id: str,
+        seed: int,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        now: float,
+        *,
+        received_at: float | None = None,
+    ) -> Actions:
+        """A new request. `seed` is used where `sampling` has none; `received_at`: when its bytes came (default `now`).
+
+        A refusal is the only action then, a RequestFailed.
+        """
+        try:
+            if self._book.find(client, label) is not None:
+                raise InvalidRequestError(f"label {label!r} belongs to an open request of this client", field="label")
+            admit(
+                len(prompt),
+                sampling.max_tokens,
+                view=self.view,
+                policy=self._policy,
+                num_open=len(self._book),
+                max_requests=self._config.router.max_requests,
+            )
+            if sampling.seed is None:
+                sampling = msgspec.structs.replace(sampling, seed=seed)
+            request = RoutedRequest(client, label, request_id, prompt, sampling)
+            placement = self._policy.place(request.demand, self.view, now)
+        except BatonError as e:
+            return [RequestFailed(client, label, request_id, e.code, str(e), getattr(e, "field", None))]
+        self._book.add(request)
+        request.timeline.mark(Mark.RECEIVED, now if received_at is None else received_at)
+        out: Actions = []
+        self._life.start(request, placement, now, out)
+        return out
+
+    def on_cancel(self, client: ClientId, label: str, now: float) -> Actions:
+        """End it with finish reason `abort`; unknown labels are a no-op (it may just have ended)."""
+        out: Actions = []
+        request = self._book.find(client, label)
+        if request is not None:
+            self._life.cancel(request, out)
+        return out
+
+    def on_client_gone(self, client: ClientId, now: float) -> Actions:
+        """The client cannot be reached any more: end all that it has open."""
+        out: Actions = []
+        for request in self._book.of_client(client):
+            self._life.cancel(request, out)
+        return out
+
+    def on_shutdown(self, now: float) -> Actions:
+        """Fail whatever is open. Workers are told nothing: who stops the router stops them too."""
+        out: Actions = []
+        for request in list(self._book.by_id.values()):
+            self._life.fail(request, "request_failed", "the router was stopped before the request ended", out)
+        return out
+
+    # --- events: workers --------------------------------------------------------------------------
+
+    def on_join(self, join: Join, now: float) -> Actions:
+        """A worker's first message. Each Join is a new life: what ran under its id before is placed anew."""
+        info = join.worker
+        try:
+            self._membership.admit(join)
+        except JoinRefusedError as e:
+            return [SendWorker(info.worker_id, info.incarnation, JoinRefused(str(e)))]
+        out: Actions = []
+        former = self.view.get(info.worker_id)
+        worker = self.view.join(info, now)
+        self._expect(worker, now)
+        self._life.send(worker, Joined(self._incarnation, join.sent_at, now, now), out)
+        if worker.can_decode or (former is not None and former.can_decode):
+            self._life.broadcast_peers(out)
+        if worker.can_prefill and not worker.can_decode:
+            self._life.send(worker, Peers(self.view.peers()), out)
+        if former is not None:
+            self._life.move_from(former, f"{info.worker_id} was restarted", now, out)
+        self._life.place_parked(now, out)
+        return out
+
+    def on_worker_lost(self, incarnation: str, reason: str, now: float) -> Actions:
+        """The driver cannot reach the worker, or knows that it died. No-op for former lives and lost workers."""
+        worker = self.view.find(incarnation)
+        out: Actions = []
+        if worker is not None and worker.ready:
+            self._lose(worker, f"{worker.worker_id}: {reason}", now, out)
+        return out
+
+    def on_worker_message(self, incarnation: str, message: ToRouterFromWorker, now: float) -> Actions:
+        """Any message from the connection that joined as `incarnation`."""
+        if type(message) is Join:
+            return self.on_join(message, now)
+        out: Actions = []
+        worker = self.view.find(incarnation)
+        if worker is None or not _speaks_for_itself(worker, message):
+            self.num_dropped += 1
+            return out
+        worker.seen = now
+        if not worker.ready:
+            # It was only silent. Its attempts were moved and it was told to end them, so it starts afresh.
+            worker.state = "ready"
+            self._expect(worker, now)
+            self._life.broadcast_peers(out)
+            self._life.place_parked(now, out)
+        if type(message) is Tokens:
+            self._on_tokens(worker, message, now, out)
+        elif type(message) is Heartbeat:
+            if message.load is not None:
+                worker.load = message.load
+        elif type(message) is AttemptFailed:
+            self._on_attempt_failed(worker, message, now, out)
+        elif type(message) is HandoffRefused:
+            self._on_handoff_refused(worker, message, now, out)
+        elif type(message) is HandoffDone:
+            self._on_handoff_done(worker, message, out)
+        return out
+
+    def _on_tokens(self, worker: WorkerView, message: Tokens, now: float, out: Actions) -> None:
+        if message.load is not None:
+            worker.load = message.load
+        requests, life = self._book.by_id, self._life
+        for request_id, attempt, marks in message.marks:
+            request = requests.get(request_id)
+            if request is not None and request.attempt == attempt:
+                request.timeline.merge(marks)
+        touched: list[RoutedRequest] = []
+        for request_id, attempt, sample, index, token, finish in message.tokens:
+            request = requests.get(request_id)
+            if request is None or request.attempt != attempt or sample:
+                life.abort(worker, RequestKey(request_id, attempt), out)
+                continue
+            if worker is request.decode:
+                request.decode_spoke = True
+            elif worker is not request.prefill:
+                life.abort(worker, request.key, out)
+                continue
+            if request.prefill_charge and worker is request.prefill and index == request.first:
+                self._book.release_prefill(request)
+            if not request.touched:
+                request.touched = True
+                touched.append(request)
+            request.take(index, token, finish)
+        for request in touched:
+            request.touched = False
+            if request.fresh:
+                life.deliver(request, out)
+            if request.finish is not None:
+                if request.state is State.RUNNING:
+                    life.finish(request, now, out)
+            elif request.failed:
+                life.retry(request, f"{worker.worker_id} gave it up", now, out)
+            elif request.held:
+                if request.request_id not in self._book.timers:
+                    self._book.set_timer(request, now + self._timeout_s)
+            elif self._book.timers:
+                self._book.clear_timer(request)
+
+    def _on_attempt_failed(self, worker: WorkerView, message: AttemptFailed, now: float, out: Actions) -> None:
+        request = self._current(worker, message.key)
+        if request is None or request.finish is not None:
+            return
+        if worker is not request.decode and not request.needs_prefill:
+            return  # decode has all it needs: what prefill lost is only the acknowledgement
+        reason = f"{worker.worker_id}: {message.message} ({message.code})"
+        if message.code == "refused":
+            self._life.abort_attempt(request, out, reporter=worker)
+            self._life.fail(request, "request_failed", f"the request cannot run on {reason}", out)
+            return
+        peer = request.decode if worker is request.prefill else request.prefill
+        suspect = peer if message.code == "peer_lost" and peer is not worker else None
+        self._life.retry(request, reason, now, out, reporter=worker, suspect=suspect)
+
+    def _on_handoff_refused(self, worker: WorkerView, message: HandoffRefused, now: float, out: Actions) -> None:
+        request = self._current(worker, message.key)
+        if request is None or worker is not request.prefill or request.decode is None or request.finish is not None:
+            return
+        if message.decode != request.decode.worker_id or request.decode is worker or request.decode_spoke:
+            return  # about an offer that was replaced already
+        request.refused.add(message.decode)
+        placement = self._policy.place_decode(request.demand, worker, self.view, now, request.refused)
+        if placement is not None:
+            self._life.replace(request, placement, out)
+            return
+        self._life.abort_attempt(request, out)
+        refused = ", ".join(sorted(request.refused))
+        text = f"no decode worker takes the request; {refused} refused it, the last because: {message.reason}"
+        self._life.fail(request, "overloaded", text, out)
+
+    def _on_handoff_done(self, worker: WorkerView, message: HandoffDone, out: Actions) -> None:
+        request = self._current(worker, message.key)
+        if request is None or worker is not request.prefill or request.handed:
+            return
+        request.handed = True
+        request.kv_bytes += message.bytes
+        if request.state is State.SETTLING:
+            self._life.end(request, out)
+
+    def _current(self, worker: WorkerView, key: RequestKey) -> RoutedRequest | None:
+        """The request whose current attempt `key` is, if `worker` takes part in it."""
+        request = self._book.by_id.get(key.request_id)
+        if request is None or request.attempt != key.attempt:
+            return None
+        return request if worker is request.prefill or worker is request.decode else None
+
+    # --- events: time -----------------------------------------------------------------------------
+
+    def next_deadline(self) -> float | None:
+        """When `on_deadline` must be called at the latest; None: only after another event."""
+        at = min(self._beat_at, self._check_at, self._book.wake_at)
+        return None if at == math.inf else at
+
+    def on_deadline(self, now: float) -> Actions:
+        """Do what is due: heartbeats, silent workers, waits that are over. Early calls are harmless."""
+        out: Actions = []
+        if now >= self._check_at:
+            for worker in [w for w in self.view.ready() if now >= w.seen + self._timeout_s]:
+                silence = f"silent for {now - worker.seen:.1f} s, liveness.timeout_s is {self._timeout_s:g}"
+                self._lose(worker, f"{worker.worker_id}: {silence}", now, out)
+            self._check_at = min((w.seen for w in self.view.ready()), default=math.inf) + self._timeout_s
+        if now >= self._beat_at:
+            beat, self._beat_at = Heartbeat(self._incarnation), math.inf
+            for worker in self.view.ready():
+                self._life.send(worker, beat, out)
+                self._beat_at = now + self._config.liveness.heartbeat_s
+        for request in self._book.due(now):
+            if request.state is State.SETTLING:
+                self._life.settled(request, out)
+            elif request.state is State.PARKED:
+                self._life.unpark(request, now, out)
+            else:
+                gap = f"token {len(request.tokens)} did not come within {self._timeout_s:g} s after its successors"
+                self._life.retry(request, gap, now, out)
+        return out
+
+    def _expect(self, worker: WorkerView, now: float) -> None:
+        """From now on `worker` gets heartbeats, and its own are missed."""
+        self._check_at = min(self._check_at, worker.seen + self._timeout_s)
+        self._beat_at = min(self._beat_at, now + self._config.liveness.heartbeat_s)
+
+    def _lose(self, worker: WorkerView, reason: str, now: float, out: Actions) -> None:
+        worker.state = "lost"
+        if worker.can_decode:
+            self._life.broadcast_peers(out)
+        self._life.move_from(worker, reason, now, out)
+
+    # --- for tests --------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Assert that nothing is left over, charged twice, or waiting without a wake-up."""
+        self._book.check_integrity()
+        ready = list(self.view.ready())
+        assert not ready or self._beat_at < math.inf, "live workers get no heartbeat"
+        assert all(self._check_at <= w.seen + self._timeout_s for w in ready), "a silence that nobody would notice"
+
+
+def _speaks_for_itself(worker: WorkerView, message: ToRouterFromWorker) -> bool:
+    """Whether the message names the worker whose connection it came over."""
+    if type(message) is Tokens or type(message) is Heartbeat:
+        return message.incarnation == worker.info.incarnation
+    assert type(message) is not Join
+    return message.worker_id == worker.worker_id  # type: ignore[union-attr]

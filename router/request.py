@@ -1,0 +1,188 @@
+"""One request as the router sees it: its tokens in order, its current attempt, and where that runs.
+
+Pure data. Must not know the view, policies, or who is told what.
+
+    on_generate ──► RUNNING ──last token in order──► (ended)
+                     │  ▲ │                             ▲
+             attempt │  │ └─last token came from decode,│
+              failed │  │ placed   hand-over not booked │
+                     ▼  │                 └──► SETTLING ┘ HandoffDone, prefill lost, SETTLE_S
+                    PARKED ──nobody joined in time──► (ended: error)
+
+Cancel, a client that is gone and too many attempts end it from every state. Tokens index from 0 over
+all attempts; an attempt's first one (`first`) comes from prefill, the others from decode, over
+different sockets: what comes early is held until the gap closes. An attempt that is over is told by
+its number, so whatever arrives for it later is stale.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from baton.protocol import FinishReason, RequestKey, SamplingParams, Submit
+from baton.timeline import RequestTimeline
+from router.actions import ClientId
+from router.policy import Demand, Placement
+from router.view import WorkerView
+
+
+class State(Enum):
+    RUNNING = "running"
+    """The current attempt is at its workers."""
+    PARKED = "parked"
+    """The current attempt waits for a worker to run on."""
+    SETTLING = "settling"
+    """All tokens are delivered; the hand-over's account is still under way."""
+
+
+class RoutedRequest:
+    """`tokens` are those given to the client, in order, of all attempts."""
+
+    __slots__ = (
+        "attempt",
+        "avoid",
+        "client",
+        "decode",
+        "decode_charge",
+        "decode_spoke",
+        "failed",
+        "finish",
+        "first",
+        "fresh",
+        "give_up_at",
+        "handed",
+        "held",
+        "kv_bytes",
+        "label",
+        "placements",
+        "prefill",
+        "prefill_charge",
+        "prompt",
+        "reason",
+        "refused",
+        "request_id",
+        "sampling",
+        "state",
+        "timeline",
+        "touched",
+        "tokens",
+    )
+
+    def __init__(
+        self, client: ClientId, label: str, request_id: str, prompt: tuple[int, ...], sampling: SamplingParams
+    ):
+        self.client = client
+        self.label = label
+        self.request_id = request_id
+        self.prompt = prompt
+        self.sampling = sampling
+        self.state = State.PARKED
+        self.attempt = 0
+        self.tokens: list[int] = []
+        self.first = 0
+        """Index of the current attempt's first token."""
+        self.fresh: list[int] = []
+        """Tokens put in order while one message is read, not yet passed on."""
+        self.touched = False
+        """The message being read has tokens of it."""
+        self.held: dict[int, tuple[int, FinishReason | None]] = {}
+        """Tokens that came before an earlier one."""
+        self.finish: FinishReason | None = None
+        self.failed = False
+        """The attempt's worker gave it up (a finish reason other than stop and length)."""
+        self.prefill: WorkerView | None = None
+        self.decode: WorkerView | None = None
+        """The same object as `prefill`: colocated."""
+        self.prefill_charge = 0
+        """Tokens charged to `prefill` in the view; 0 once its first token came."""
+        self.decode_charge = 0
+        self.handed = False
+        """Prefill has told that decode acknowledged the hand-over."""
+        self.decode_spoke = False
+        """Decode has sent a token of this attempt."""
+        self.refused: set[str] = set()
+        """Workers that declined this attempt's hand-over."""
+        self.avoid: set[str] = set()
+        """Workers not to place the parked attempt on for now."""
+        self.give_up_at: float | None = None
+        self.reason = ""
+        """Why the last attempt ended."""
+        self.kv_bytes = 0
+        self.timeline = RequestTimeline(marks={})
+        self.placements: list[Placement] = []
+
+    @property
+    def key(self) -> RequestKey:
+        return RequestKey(self.request_id, self.attempt)
+
+    @property
+    def demand(self) -> Demand:
+        return Demand(len(self.prompt) + len(self.tokens), len(self.prompt) + self.sampling.max_tokens)
+
+    @property
+    def needs_prefill(self) -> bool:
+        """Whether the attempt still depends on its prefill worker.
+
+        Decode alone is enough once it has taken the KV over *and* the first token, which only prefill
+        sends to the router, is here.
+        """
+        return self.prefill is self.decode or len(self.tokens) <= self.first or not (self.handed or self.decode_spoke)
+
+    def begin_attempt(self) -> None:
+        """Forget all that belonged to the former attempt; what was delivered stays."""
+        self.attempt += 1
+        self.first = len(self.tokens)
+        self.held.clear()
+        self.failed = False
+        self.prefill = self.decode = None
+        self.handed = self.decode_spoke = False
+        self.refused.clear()
+        self.state = State.PARKED
+
+    def take(self, index: int, token: int, finish: FinishReason | None) -> None:
+        """One token of the current attempt. Appends to `fresh` what is now in order, sets `finish`.
+
+        Duplicates, and tokens beyond max_tokens or after the end, change nothing.
+        """
+        known = len(self.tokens)
+        if index != known or self.held:
+            if index > known:
+                if index < self.sampling.max_tokens:
+                    self.held.setdefault(index, (token, finish))
+                return
+            if index < known:
+                return
+        while self.finish is None and not self.failed:
+            if finish is not None and finish != "stop" and finish != "length":
+                self.failed = True
+                return
+            self.tokens.append(token)
+            self.fresh.append(token)
+            known += 1
+            if finish is None and known >= self.sampling.max_tokens:
+                finish = "length"  # a worker that goes on past the limit must not reach the client
+            if finish is not None:
+                self.finish = finish
+                self.held.clear()
+                return
+            following = self.held.pop(known, None)
+            if following is None:
+                return
+            token, finish = following
+
+    def submit(self) -> Submit:
+        """The message that starts the current attempt at its prefill worker."""
+        assert self.prefill is not None and self.decode is not None
+        return Submit(
+            key=self.key,
+            prompt=self.prompt,
+            sampling=self.sampling,
+            prior=tuple(self.tokens),
+            decode=None if self.decode is self.prefill else self.decode.worker_id,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"<{self.key} {self.state.value} prompt={len(self.prompt)} tokens={len(self.tokens)} "
+            f"held={sorted(self.held)} prefill={self.prefill} decode={self.decode}>"
+        )
