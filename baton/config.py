@@ -10,7 +10,8 @@ from __future__ import annotations
 import difflib
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 import yaml
@@ -176,7 +177,7 @@ def parse_config(tree: dict[str, Any]) -> ClusterConfig:
     try:
         config = msgspec.convert(tree, ClusterConfig, strict=True)
     except msgspec.ValidationError as e:
-        raise _explain(tree, e) from None
+        raise _locate(tree, ClusterConfig, "") or ConfigError("configuration", str(e)) from None
     _check_consistency(config)
     return config
 
@@ -229,60 +230,41 @@ def _set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
     node[last] = value
 
 
-def _explain(tree: Any, error: msgspec.ValidationError) -> ConfigError:
-    """Turn msgspec's message (`... - at `$.pools[...].gpus``) into path, value and what is allowed."""
-    text = str(error)
-    problem, _, where = text.partition(" - at `")
-    keys = re.findall(r"\.([^.\[\]`]+)|\[(\d+)\]", where.rstrip("`").removeprefix("$"))
-    node, struct, path = tree, ClusterConfig, ""
-    names = [name or int(index) for name, index in keys]
-    if "[...]" in where:  # a mapping's key is not in msgspec's path: find the entry that fails
-        return _explain_pool(tree, error)
-    for key in names:
-        path = f"{path}.{key}" if path else str(key)
-        node = node.get(key) if isinstance(node, dict) else None
-        struct = _field_types(struct).get(str(key), struct)
-    unknown = re.search(r"unknown field `(.+?)`", problem)
-    if unknown:
-        known = sorted(_field_types(struct))
-        close = difflib.get_close_matches(unknown[1], known, n=1)
-        hint = f"unknown key, did you mean `{close[0]}`?" if close else "unknown key"
-        full = f"{path}.{unknown[1]}" if path else unknown[1]
-        value = node.get(unknown[1]) if isinstance(node, dict) else None
-        return ConfigError(full, hint, value=value, allowed=", ".join(known))
-    return ConfigError(path or "configuration", "has an impossible value", value=node, allowed=_allowed(problem))
-
-
-def _explain_pool(tree: Any, error: msgspec.ValidationError) -> ConfigError:
-    pools = tree.get("pools") or {}
-    for name, pool in pools.items():
-        if not isinstance(name, str):
-            return ConfigError("pools", "pool names must be text", value=name)
-        try:
-            msgspec.convert(pool, PoolConfig, strict=True)
-        except msgspec.ValidationError as e:
-            inner = str(e)
-            problem, _, where = inner.partition(" - at `$")
-            key = where.rstrip("`").lstrip(".").partition("[")[0].partition(".")[0]
-            unknown = re.search(r"unknown field `(.+?)`", problem)
-            if unknown:
-                known = sorted(PoolConfig.__struct_fields__)
-                close = difflib.get_close_matches(unknown[1], known, n=1)
+def _locate(value: Any, expected: Any, path: str) -> ConfigError | None:
+    """The first mistake in `value`, read as `expected`: its path, the value, and what is allowed there."""
+    here = path or "configuration"
+    if isinstance(expected, type) and issubclass(expected, msgspec.Struct):
+        if not isinstance(value, dict):
+            return ConfigError(here, "must be a mapping", value=value, allowed=", ".join(expected.__struct_fields__))
+        fields = {field.name: field.type for field in msgspec.structs.fields(expected)}
+        for key, child in value.items():
+            child_path = f"{path}.{key}" if path else str(key)
+            if key not in fields:
+                close = difflib.get_close_matches(str(key), fields, n=1)
                 hint = f"unknown key, did you mean `{close[0]}`?" if close else "unknown key"
-                return ConfigError(f"pools.{name}.{unknown[1]}", hint, value=pool[unknown[1]], allowed=", ".join(known))
-            value = pool.get(key) if key and isinstance(pool, dict) else pool
-            path = f"pools.{name}.{key}" if key else f"pools.{name}"
-            return ConfigError(path, "has an impossible value", value=value, allowed=_allowed(problem))
-    return ConfigError("pools", str(error))
+                return ConfigError(child_path, hint, value=child, allowed=", ".join(sorted(fields)))
+            if (error := _locate(child, fields[key], child_path)) is not None:
+                return error
+        return None
+    if get_origin(expected) is dict and isinstance(value, dict):
+        for key, child in value.items():
+            if not isinstance(key, str):
+                return ConfigError(here, "keys must be text", value=key)
+            if (error := _locate(child, get_args(expected)[1], f"{path}.{key}")) is not None:
+                return error
+        return None
+    try:
+        msgspec.convert(value, expected, strict=True)
+    except msgspec.ValidationError as e:
+        return ConfigError(here, "has an impossible value", value=value, allowed=_allowed(expected, str(e)))
+    return None
 
 
-def _field_types(struct: Any) -> dict[str, Any]:
-    if not (isinstance(struct, type) and issubclass(struct, msgspec.Struct)):
-        return {}
-    return {f.name: f.type for f in msgspec.structs.fields(struct)}
-
-
-def _allowed(problem: str) -> str:
-    """`Expected `int` >= 1, got ...` -> `int >= 1`."""
-    match = re.match(r"Expected (.+?)(?:, got .*)?$", problem)
+def _allowed(expected: Any, problem: str) -> str:
+    """The choices of a Literal, else msgspec's words: `Expected `int` >= 1, got ...` -> `int >= 1`."""
+    options = get_args(expected) if get_origin(expected) in (Union, UnionType) else (expected,)
+    choices = [str(choice) for option in options if get_origin(option) is Literal for choice in get_args(option)]
+    if choices:
+        return ", ".join(choices)
+    match = re.match(r"Expected (.+?)(?:, got .*| - at .*)?$", problem)
     return (match[1] if match else problem).replace("`", "")

@@ -68,7 +68,7 @@ class SamplingParams(_Message, frozen=True, tag=1):
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 256
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
-    seed: Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] | None = None
     """The router mints one where it is missing, so a retried attempt samples the same tokens."""
     ignore_eos: bool = False
     stop_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=1024)] = ()
@@ -329,10 +329,17 @@ class Status(_Message, frozen=True, tag=39):
     max_model_len: Count = 0
 
 
+class Alive(_Message, frozen=True, tag=40):
+    """Router to client, every `liveness.heartbeat_s` while the client has open requests.
+
+    Tells a client that waits from a router that is gone, and the router that a client is gone.
+    """
+
+
 ToRouterFromWorker = Join | Heartbeat | Tokens | AttemptFailed | HandoffRefused | HandoffDone
 ToWorker = Joined | JoinRefused | Peers | Heartbeat | Submit | Replace | Abort
 ToRouterFromClient = Generate | Cancel | StatusRequest
-ToClient = Delta | Done | Failed | Status
+ToClient = Delta | Done | Failed | Status | Alive
 
 
 def to_plain(message: msgspec.Struct) -> dict[str, Any]:

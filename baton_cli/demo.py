@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.rule import Rule
 
-from baton.config import ClusterConfig, parse_config
+from baton.config import parse_config
 from baton.engine.weights import resolve_model
 from baton_cli.experiment import run_experiment
 from baton_cli.output import completion_data, out, status_data, status_table, timeline_table

@@ -72,9 +72,10 @@ class RayCluster(ClusterBase):
         for kind in sorted({kind for b in self._bundles for kind in b}):
             wanted = sum(b.get(kind, 0) for b in self._bundles)
             if wanted > total[kind]:
+                key = {"CPU": "cores", "GPU": "gpus"}.get(kind, "resources")
                 raise ClusterError(
                     f"{len(self._specs)} workers want {wanted:g} {kind} in all, the Ray cluster has {total[kind]:g}; "
-                    f"lower `workers` or the pools' {'cores' if kind == 'CPU' else 'gpus' if kind == 'GPU' else 'resources'}"
+                    f"lower `workers` or `{key}` of the pools"
                 )
         self._group = placement_group(self._bundles, strategy=self.config.ray.strategy)
         if not self._group.wait(self.config.start_timeout_s):

@@ -7,6 +7,7 @@ does not fall on one of them alone; an idle cluster costs next to nothing.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -170,7 +171,7 @@ async def _run_point(
             record.output_tokens = len(done.token_ids)
             record.ttft_ms = done.ttft_s * 1e3
             record.latency_ms = done.latency_s * 1e3
-            record.tbt_ms = [(b - a) * 1e3 for a, b in zip(times, times[1:], strict=False)]
+            record.tbt_ms = [(b - a) * 1e3 for a, b in itertools.pairwise(times)]
             record.stages_ms = {str(stage): s * 1e3 for stage, s in done.timeline.stages().items()}
             record.residual_ms = None if done.residual_s is None else done.residual_s * 1e3
             record.prefill_worker, record.decode_worker = done.prefill_worker, done.decode_worker

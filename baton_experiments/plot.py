@@ -10,7 +10,7 @@ import numpy as np
 from baton_experiments.experiment import RequestRecord
 
 mpl.use("Agg")  # files only; a server has no screen
-from matplotlib import pyplot as plt  # noqa: E402  # after the choice of backend
+from matplotlib import pyplot as plt
 
 
 def plot_latency(records: list[RequestRecord], path: Path) -> None:

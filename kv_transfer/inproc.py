@@ -57,8 +57,7 @@ class InprocTransport:
         self._wake = wake
         self._pool: BlockMemory | None = None
         self._expected = ExpectedBlocks()
-        self._links: dict[str, InprocTransport | None] = {}
-        """By peer; None: lost."""
+        self._links: dict[str, InprocTransport] = {}
         self._lock = threading.Lock()
         self._inbox: deque[_Shipment] = deque()
         self._news: list[Completion] = []
@@ -75,15 +74,15 @@ class InprocTransport:
         self._pool = pool
 
     def connect(self, peer: str, address: str) -> None:
-        if self._links.get(peer) is not None:
-            return
         with _endpoints_lock:
             receiver = _endpoints.get(address.removeprefix("inproc://"))
-        self._links[peer] = receiver
+        known = self._links.get(peer)
+        if known is not None and known is receiver:
+            return
+        self.disconnect(peer)
         if receiver is not None and receiver._admit(self):
+            self._links[peer] = receiver
             self._receivers[receiver] = peer
-        else:
-            self._links[peer] = None
 
     def ship(self, peer: str, transfer: TransferId, blocks: Sequence[tuple[int, int]]) -> tuple[int, ...]:
         assert self._pool is not None, "ship before register"
@@ -195,10 +194,13 @@ class InprocTransport:
 
     def _withdraw(self, sender: InprocTransport, transfer: TransferId | None) -> None:
         """Take back what waits here; `transfer` None: everything of that sender."""
+        mine: list[_Shipment] = []
+        others: deque[_Shipment] = deque()
         with self._lock:
-            mine = [s for s in self._inbox if s.sender is sender and transfer in (None, s.transfer)]
-            if mine:
-                self._inbox = deque(s for s in self._inbox if s not in mine)
+            for shipment in self._inbox:
+                is_meant = shipment.sender is sender and transfer in (None, shipment.transfer)
+                (mine if is_meant else others).append(shipment)
+            self._inbox = others
         for shipment in mine:
             sender._report(Sent(shipment.transfer, shipment.indices))
 

@@ -24,7 +24,7 @@ from baton.protocol import Count, Name, SamplingParams, TokenId, TokenIds, Trans
 MAX_BLOCKS = 1 << 20
 
 BlockIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_BLOCKS)]
-Checksum = Annotated[int, msgspec.Meta(ge=0, lt=1 << 64)]
+Checksum = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -118,7 +118,6 @@ class ZmqTransport:
         self._heartbeat_ms = (int(heartbeat_s * 1000), int(heartbeat_timeout_s * 1000))
         self._pool: BlockMemory | None = None
         self._expected = ExpectedBlocks()
-        self._addresses: dict[str, str] = {}
         self._links: dict[str, _Link] = {}
         self._flights: deque[_Flight] = deque()
         self._news: list[Completion] = []
@@ -165,16 +164,21 @@ class ZmqTransport:
     # --- sending ----------------------------------------------------------------------------------
 
     def connect(self, peer: str, address: str) -> None:
-        """Keeps a link that is in order. The address stays known: `ship` makes a link that `disconnect` ended anew."""
-        self._addresses[peer] = address
         link = self._links.get(peer)
-        if link is not None and (link.was_lost or link.address != address):
+        if link is not None:
+            if link.address == address and not link.was_lost:
+                return
             self.disconnect(peer)
-        self._link(peer)
+        socket = self._socket(zmq.PUSH)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._links[peer] = _Link(socket, address)
+        socket.connect(address.removeprefix("zmq+"))
 
     def ship(self, peer: str, transfer: TransferId, blocks: Sequence[tuple[int, int]]) -> tuple[int, ...]:
         assert self._pool is not None, "ship before register"
-        link = self._link(peer)
+        link = self._links.get(peer)
         size = max(1, min(MAX_BLOCKS_PER_MESSAGE, BYTES_PER_MESSAGE // self._pool.block_bytes))
         for start in range(0, len(blocks), size):
             batch = blocks[start : start + size]
@@ -201,17 +205,6 @@ class ZmqTransport:
             socket.send(frame, zmq.DONTWAIT | zmq.SNDMORE, copy=False)
         socket.send(frames[-1], zmq.DONTWAIT, copy=False)
         return [frame.tracker for frame in frames]
-
-    def _link(self, peer: str) -> _Link | None:
-        link = self._links.get(peer)
-        if link is None and (address := self._addresses.get(peer)) is not None:
-            socket = self._socket(zmq.PUSH)
-            socket.setsockopt(zmq.SNDHWM, 0)
-            socket.setsockopt(zmq.RECONNECT_IVL, 50)
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-            link = self._links[peer] = _Link(socket, address)
-            socket.connect(address.removeprefix("zmq+"))
-        return link
 
     def disconnect(self, peer: str) -> None:
         link = self._links.pop(peer, None)

@@ -107,22 +107,19 @@ class IncrementalDetokenizer:
 
 
 class TokenizerText:
-    """The tokenizer and chat template of a model: a folder, or a `.gguf` file.
+    """The tokenizer and chat template in a model's folder (`baton.engine.weights` makes one of any source).
 
     Raises ModelError if there is no usable tokenizer.
     """
 
     def __init__(self, model_path: str | Path):
         path = Path(model_path)
-        if not path.exists():
-            raise ModelError(f"{path} does not exist; give the folder of a model with its tokenizer")
+        if not path.is_dir():
+            raise ModelError(f"{path} is not a folder; give the folder of a model, which holds its tokenizer")
         from transformers import AutoTokenizer
 
         try:
-            if path.is_file():
-                tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-            else:
-                tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            tokenizer: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         except Exception as e:  # transformers raises whatever its dozens of loaders do
             raise ModelError(f"{path} has no usable tokenizer: {e}") from e
         self._use(tokenizer)

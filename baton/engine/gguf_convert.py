@@ -93,11 +93,10 @@ def _convert_into(target: Path, source: Path, progress: Callable[[str], None]) -
 
 def convert_gguf(source: Path, folder: Path) -> None:
     """Write the model of a GGUF file into an existing folder. Llama architecture, unscaled rotary embedding."""
+    from gguf import GGUFReader
     from safetensors.numpy import save_file
     from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
     from transformers.utils import logging
-
-    from gguf import GGUFReader
 
     try:
         reader = GGUFReader(source)

@@ -164,10 +164,18 @@ class LlamaModel:
                 self._expect(f"{prefix}.weight", norms[name])
                 continue
             outs, target = sizes[name][0], linears[name]
-            self._expect(f"{prefix}.weight", target.weight.split(outs)[part])
+            own = slice(sum(outs[:part]), sum(outs[: part + 1]))
+            self._expect(f"{prefix}.weight", target.weight[own])
             if target.bias is not None:
-                self._expect(f"{prefix}.bias", target.bias.split(outs)[part])
-        return _Layer(**norms, **linears)
+                self._expect(f"{prefix}.bias", target.bias[own])
+        return _Layer(
+            attention_norm=norms["attention_norm"],
+            qkv=linears["qkv"],
+            out=linears["out"],
+            mlp_norm=norms["mlp_norm"],
+            gate_up=linears["gate_up"],
+            down=linears["down"],
+        )
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:

@@ -1,6 +1,6 @@
 """Writes demo_tokens.json: what Hugging Face generates for the demo prompts, greedily, in float32.
 
-    python tests/golden/make_demo_tokens.py
+    python -m tests.golden.make_demo_tokens
 
 The model is loaded from the GGUF file by transformers itself, so that Baton's conversion is tested too.
 Takes about two minutes. Run it again only if prompts change; another CPU may differ where margins are tiny.
@@ -14,15 +14,16 @@ from pathlib import Path
 
 import torch
 import transformers
-from demo_prompts import PROMPTS
 
 from baton.engine.weights import demo_file
+from tests.golden.demo_prompts import PROMPTS
 
 NUM_NEW_TOKENS = 12
 OUTPUT = Path(__file__).with_name("demo_tokens.json")
 
 
 def main() -> None:
+    transformers.utils.logging.disable_progress_bar()
     file = demo_file()
     where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
@@ -48,14 +49,10 @@ def greedy(model: torch.nn.Module, prompt: list[int]) -> tuple[list[int], list[f
     """New tokens, not stopping at EOS, and for each the difference between the two greatest logits."""
     output: list[int] = []
     margins: list[float] = []
-    cache, feed = None, prompt
-    for _ in range(NUM_NEW_TOKENS):
-        result = model(torch.tensor([feed]), past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = result.past_key_values
-        top = result.logits[0, -1].topk(2)
+    for _ in range(NUM_NEW_TOKENS):  # each time all over: the reference uses no KV cache
+        top = model(torch.tensor([prompt + output]), use_cache=False, logits_to_keep=1).logits[0, -1].topk(2)
         output.append(int(top.indices[0]))
         margins.append(round(float(top.values[0] - top.values[1]), 5))
-        feed = output[-1:]
     return output, margins
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -30,7 +32,7 @@ def test_a_block_is_one_span_of_block_bytes() -> None:
     assert cache.block_bytes == LAYOUT.block_bytes == 3 * 2 * 2 * 4 * 8 * 4
     assert all(b.shape == (cache.block_bytes,) and b.flags.c_contiguous and b.flags.writeable for b in blocks)
     addresses = [b.ctypes.data for b in blocks]
-    assert [b - a for a, b in zip(addresses, addresses[1:], strict=False)] == [cache.block_bytes] * 3
+    assert [b - a for a, b in itertools.pairwise(addresses)] == [cache.block_bytes] * 3
     assert addresses[0] % 64 == 0
 
 

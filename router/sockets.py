@@ -1,0 +1,126 @@
+"""The router's two ZeroMQ sockets: bytes in, bytes out, who is reachable.
+
+Knows endpoints and socket options; must not know messages.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import zmq
+
+from baton.errors import ClusterError
+
+FRONT_HWM = 20_000
+"""Messages buffered for one client that does not read; one more and the client counts as stuck."""
+BACK_HWM = 100_000
+HEARTBEAT_MS = 5_000
+"""ZMTP heartbeats: they end half-open connections, which TCP alone may keep for hours."""
+MAX_MESSAGE_BYTES = 32 << 20
+
+
+class Unreachable(Exception):
+    """The peer is gone, or its buffer is full. `stuck` tells the two apart."""
+
+    def __init__(self, stuck: bool):
+        super().__init__("does not read its messages" if stuck else "is not connected")
+        self.stuck = stuck
+
+
+class RouterSocket:
+    """A bound ROUTER socket that never blocks and never drops silently."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, *, hwm: int, key: str):
+        """Bind to `host:port`, 0 for any port; ClusterError names `key` as the configuration to change."""
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that reconnects keeps its routing id
+        self.socket.setsockopt(zmq.SNDHWM, hwm)
+        self.socket.setsockopt(zmq.RCVHWM, hwm)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2 * HEARTBEAT_MS)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        if ":" in host:
+            self.socket.setsockopt(zmq.IPV6, 1)
+        bound = f"[{host}]" if ":" in host else host
+        try:
+            self.socket.bind(f"tcp://{bound}:{port or '*'}")
+        except zmq.ZMQError as e:
+            self.socket.close(linger=0)
+            if e.errno == zmq.EADDRINUSE:
+                raise ClusterError(
+                    f"{key}: port {port} of {host} is in use; set {key} to a free port, or to 0 for any"
+                ) from e
+            raise ClusterError(
+                f"{key}: cannot listen on {host}:{port} ({e.strerror}); set router.host to an address of this machine"
+            ) from e
+        real_port = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+        self.address = f"tcp://{_reachable(host)}:{real_port}"
+        """What others connect to."""
+
+    def received(self, limit: int) -> Iterator[tuple[bytes, list[bytes]]]:
+        """Up to `limit` waiting messages, each with its sender's routing id; never waits."""
+        for _ in range(limit):
+            try:
+                peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield peer, frames
+
+    def send(self, peer: bytes, data: bytes) -> None:
+        """Queue one message; raises Unreachable instead of waiting or dropping it."""
+        try:
+            self.socket.send_multipart((peer, data), zmq.NOBLOCK)
+        except zmq.Again as e:
+            raise Unreachable(stuck=True) from e
+        except zmq.ZMQError as e:
+            if e.errno != zmq.EHOSTUNREACH:
+                raise
+            raise Unreachable(stuck=False) from e
+
+    def close(self, linger_s: float) -> None:
+        """Give what is queued `linger_s` to leave."""
+        self.socket.close(linger=int(linger_s * 1000))
+
+
+class WakeUp:
+    """Interrupts a poll from other threads."""
+
+    def __init__(self) -> None:
+        self._receiver, self._sender = socket.socketpair()
+        self._receiver.setblocking(False)
+        self._sender.setblocking(False)
+        self.fd = self._receiver.fileno()
+
+    def set(self) -> None:
+        try:
+            self._sender.send(b"\0")
+        except BlockingIOError:
+            pass  # enough wake-ups are on their way
+        except OSError:
+            pass  # closed: nobody polls any more
+
+    def clear(self) -> None:
+        try:
+            while self._receiver.recv(4096):
+                pass
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._sender.close()
+
+
+def _reachable(host: str) -> str:
+    """The address under which others reach a socket bound to `host`."""
+    if host in ("0.0.0.0", "*"):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(("192.0.2.1", 9))  # sends nothing: asks which interface would
+                return str(probe.getsockname()[0])
+            except OSError:
+                return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host

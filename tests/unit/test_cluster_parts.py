@@ -1,0 +1,91 @@
+"""The small parts of the launchers: cores, records of running clusters, workers of a configuration."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from baton.config import parse_config
+from baton.errors import ClusterError
+from baton_cluster import record
+from baton_cluster.build import worker_specs
+from baton_cluster.cores import assign_cores
+
+
+def test_cores_are_disjoint_while_they_last_and_shared_with_a_warning_after() -> None:
+    assert assign_cores([1, 1], [0, 1]) == ([(0,), (1,)], None)
+    assert assign_cores([2, 1], [3, 5, 7]) == ([(3, 5), (7,)], None)
+    cores, warning = assign_cores([1, 1, 1], [0, 1])
+    assert cores == [(0,), (1,), (0,)]
+    assert warning is not None
+    assert "share" in warning
+    assert assign_cores([4], [0, 1])[0] == [(0, 1)]
+
+
+def test_workers_are_named_by_pool_and_listed_prefill_first() -> None:
+    config = parse_config({"pools": {"decode": {"workers": 2}, "fast": {"role": "prefill"}, "both": {"workers": 1}}})
+    assert [spec.worker_id for spec in worker_specs(config)] == ["fast-0", "decode-0", "decode-1", "both-0"]
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BATON_RUNTIME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def other_process(runtime: Path) -> subprocess.Popen[bytes]:
+    """A living process that owns a cluster named `other`."""
+    code = "from baton_cluster.record import *; write_record('other', 'tcp://x', None); print(flush=True); import signal; signal.pause()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=dict(os.environ))
+    assert process.stdout is not None
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_record_is_found_by_name_or_as_the_only_one(runtime: Path) -> None:
+    with pytest.raises(ClusterError, match="baton up"):
+        record.find_record()
+    record.write_record("mine", "tcp://127.0.0.1:1", None)
+    assert record.find_record().address == record.find_record("mine").address == "tcp://127.0.0.1:1"
+    with pytest.raises(ClusterError, match="no cluster named yours"):
+        record.find_record("yours")
+    record.remove_record("mine")
+    assert list(runtime.iterdir()) == []
+
+
+def test_a_name_in_use_is_refused_and_several_clusters_must_be_told_apart(
+    runtime: Path, other_process: subprocess.Popen[bytes]
+) -> None:
+    with pytest.raises(ClusterError, match=f"process {other_process.pid}"):
+        record.claim_name("other")
+    record.write_record("mine", "tcp://x", None)
+    with pytest.raises(ClusterError, match="mine, other"):
+        record.find_record()
+    record.remove_record("other")
+    assert record.find_record("other").pid == other_process.pid, "only the owner removes a record"
+
+
+def test_ending_a_cluster_ends_its_process_and_forgets_it(
+    runtime: Path, other_process: subprocess.Popen[bytes]
+) -> None:
+    record.end_owner(record.find_record("other"), timeout_s=10)
+    assert not psutil.pid_exists(other_process.pid) or other_process.wait(5) is not None
+    with pytest.raises(ClusterError):
+        record.find_record("other")
+
+
+def test_the_record_of_a_dead_process_counts_as_absent(runtime: Path, other_process: subprocess.Popen[bytes]) -> None:
+    other_process.kill()
+    other_process.wait()
+    with pytest.raises(ClusterError):
+        record.find_record("other")
+    record.claim_name("other")

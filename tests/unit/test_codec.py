@@ -1,0 +1,184 @@
+"""Messages to bytes and back, and what bytes of a stranger do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.codec import Codec
+from baton.errors import CodecError, VersionError
+from baton.layout import KVLayout
+from baton.protocol import (
+    PROTOCOL_VERSION,
+    Abort,
+    AttemptFailed,
+    Cancel,
+    ChatMessage,
+    Delta,
+    Done,
+    Failed,
+    Generate,
+    HandoffDone,
+    HandoffRefused,
+    Heartbeat,
+    Join,
+    Joined,
+    JoinRefused,
+    LoadReport,
+    MarksOut,
+    Peers,
+    Replace,
+    RequestKey,
+    SamplingParams,
+    Status,
+    StatusRequest,
+    Submit,
+    TokenOut,
+    Tokens,
+    ToClient,
+    ToRouterFromClient,
+    ToRouterFromWorker,
+    ToWorker,
+    TransferId,
+    Usage,
+    WorkerInfo,
+    WorkerStatus,
+)
+from kv_transfer.messages import (
+    AbortTransfer,
+    Accept,
+    Ack,
+    Commit,
+    Data,
+    Hello,
+    HelloRefused,
+    Nack,
+    Offer,
+    Refuse,
+    ToDecode,
+    ToPrefill,
+    Welcome,
+)
+
+KEY = RequestKey("ab" * 16, 1)
+TRANSFER = TransferId("ab" * 16, 1, 0, "source", "target")
+LAYOUT = KVLayout(2, 1, 16, 64, "float32")
+SAMPLING = SamplingParams(max_tokens=9, temperature=0.5, seed=3, ignore_eos=True, stop_token_ids=(1, 2))
+WORKER = WorkerInfo(
+    "w", "i", "p", "both", "f", LAYOUT, 10, 100, 8, "tcp://127.0.0.1:1", "zmq+tcp://127.0.0.1:2", device_ids=(0, 1)
+)
+
+MESSAGES: dict[Any, list[Any]] = {
+    ToRouterFromWorker: [
+        Join(1, WORKER, 0.5),
+        Heartbeat("i", LoadReport(blocks_free=3)),
+        Tokens("w", "i", (TokenOut(*KEY, 0, 4, 5, "stop"),), (MarksOut(*KEY, {0: 0.5}),), LoadReport()),
+        AttemptFailed("w", KEY, "refused", "because"),
+        HandoffRefused("w", KEY, "d", "full"),
+        HandoffDone("w", KEY, 3, 4096, {5: 1.5}),
+    ],
+    ToWorker: [
+        Joined("r", 0.5, 1.0, 1.5),
+        JoinRefused("layouts differ"),
+        Peers((WORKER,)),
+        Submit(KEY, (1, 2, 3), SAMPLING, (4,), "d", 0, 2.5),
+        Replace(KEY, None),
+        Abort(KEY),
+    ],
+    ToRouterFromClient: [
+        Generate("l", SAMPLING, messages=(ChatMessage("user", "héllo 🎉"),)),
+        Generate("l", SAMPLING, token_ids=(1, 2)),
+        Cancel("l"),
+        StatusRequest("l"),
+    ],
+    ToClient: [
+        Delta("l", (1, 2), "ab"),
+        Done("l", "r", "length", Usage(1, 2), {0: 0.5}, "p", "d", 1, 10, "x"),
+        Failed("l", "invalid_request", "empty", "prompt"),
+        Status("l", "baton", "i", 1, (WorkerStatus(WORKER, LoadReport(), "ready", 0.1),), "demo", 100),
+    ],
+    ToDecode: [
+        Hello(1, "w", "i", "f", LAYOUT),
+        Offer(TRANSFER, (1, 2), (3,), SAMPLING),
+        Data(TRANSFER, (0, 1), (5, 6)),
+        Commit(TRANSFER, 7, (1, 2**64 - 1), True),
+        AbortTransfer(TRANSFER, "why"),
+    ],
+    ToPrefill: [
+        Welcome("w", "i"),
+        HelloRefused("w", "no"),
+        Accept(TRANSFER, 2),
+        Refuse(TRANSFER, "no"),
+        Ack(TRANSFER),
+        Nack(TRANSFER, "checksum", True),
+        AbortTransfer(TRANSFER, "why"),
+    ],
+}
+CASES = [(union, message) for union, messages in MESSAGES.items() for message in messages]
+
+
+@pytest.mark.parametrize(("union", "message"), CASES, ids=[type(m).__name__ for _, m in CASES])
+def test_every_message_survives_the_wire(union: Any, message: Any) -> None:
+    codec = Codec(union)
+    assert codec.decode(codec.encode(message)) == message
+
+
+def test_identities_come_back_as_named_tuples() -> None:
+    codec: Codec[Any] = Codec(ToDecode)
+    assert codec.decode(codec.encode(AbortTransfer(TRANSFER, ""))).transfer.key == KEY
+
+
+def test_another_version_is_told_apart_from_garbage() -> None:
+    codec: Codec[Any] = Codec(ToWorker)
+    with pytest.raises(VersionError, match="version 99"):
+        codec.decode(msgpack.packb([99, [22, list(KEY)]]))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        [999, 1],
+        [22],
+        [22, ["a", 1], "one field too many"],
+        [22, ["a", "not a number"]],
+        [20, ["a", 0], [-1], [1]],
+        [20, ["a", 0], [1], [1, 0]],
+        {"tag": 22},
+        None,
+        22,
+    ],
+)
+def test_a_malformed_message_is_a_codec_error(body: Any) -> None:
+    with pytest.raises(CodecError):
+        Codec[Any](ToWorker).decode(msgpack.packb([PROTOCOL_VERSION, body]))
+
+
+def test_a_message_over_the_limit_is_refused_unread() -> None:
+    with pytest.raises(CodecError, match="more than the 10 allowed"):
+        Codec[Any](ToWorker, max_bytes=10).decode(b"\x00" * 11)
+
+
+@given(st.binary(max_size=300))
+def test_arbitrary_bytes_never_raise_anything_else(data: bytes) -> None:
+    for union in MESSAGES:
+        try:
+            Codec[Any](union).decode(data)
+        except (CodecError, VersionError):
+            pass
+
+
+@given(st.sampled_from(CASES), st.data())
+def test_damaged_messages_never_raise_anything_else(case: tuple[Any, Any], data: st.DataObject) -> None:
+    union, message = case
+    codec: Codec[Any] = Codec(union)
+    encoded = bytearray(codec.encode(message))
+    for _ in range(data.draw(st.integers(1, 3))):
+        encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        codec.decode(bytes(encoded))
+    except (CodecError, VersionError):
+        pass

@@ -1,0 +1,86 @@
+"""cluster.yaml: what it accepts, and how it says no."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.config import ClusterConfig, dump_config, load_config, parse_config
+from baton.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_an_empty_file_is_a_valid_configuration(tmp_path: Path) -> None:
+    empty = tmp_path / "cluster.yaml"
+    empty.write_text("")
+    assert load_config(empty) == load_config(None) == ClusterConfig()
+
+
+def test_the_shipped_cluster_file_is_valid() -> None:
+    config = load_config(ROOT / "cluster.yaml")
+    assert {name: config.role_of(name) for name in config.pools} == {"prefill": "prefill", "decode": "decode"}
+
+
+def test_a_dumped_configuration_reads_back_the_same() -> None:
+    config = parse_config({"pools": {"big": {"role": "both", "resources": {"fast": 1.0}}}})
+    assert parse_config(dump_config(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("tree", "path", "words"),
+    [
+        ({"engine": {"blok_size": 3}}, "engine.blok_size", ["did you mean `block_size`", "3", "max_batch_tokens"]),
+        ({"nme": "x"}, "nme", ["unknown key", "name"]),
+        ({"engine": {"block_size": 0}}, "engine.block_size", ["got 0", "int >= 1"]),
+        ({"engine": {"block_size": "big"}}, "engine.block_size", ["'big'", "int"]),
+        ({"engine": {"policy": "fifo"}}, "engine.policy", ["'fifo'", "prefill_first", "mixed"]),
+        ({"launcher": "k8s"}, "launcher", ["'k8s'", "ray", "local"]),
+        ({"router": {"port": 70000}}, "router.port", ["70000", "65535"]),
+        ({"pools": {"prefill": {"gpu": 1}}}, "pools.prefill.gpu", ["did you mean `gpus`"]),
+        ({"pools": {"prefill": {"gpus": -1}}}, "pools.prefill.gpus", ["-1", ">= 0"]),
+        ({"pools": {"fast": {}}}, "pools.fast.role", ["prefill, decode, both"]),
+        ({"pools": {"prefill": {}}}, "pools", ["0 decode", "both"]),
+        ({"pools": 3}, "pools", ["3"]),
+        ({"pools": {"prefill": {"role": "router"}}}, "pools.prefill.role", ["'router'", "decode"]),
+        ({"liveness": {"timeout_s": 0.6}}, "liveness.timeout_s", ["0.6", "heartbeat_s"]),
+        ({"transfer": {"transport": "inproc"}}, "transfer.transport", ["inproc", "zmq+tcp"]),
+        ({"name": "a b"}, "name", ["'a b'"]),
+    ],
+)
+def test_a_mistake_is_named_with_path_value_and_what_is_allowed(
+    tree: dict[str, Any], path: str, words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(tree)
+    assert caught.value.path == path
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        load_config(tmp_path / "nowhere.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("a: [1")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_config(broken)
+    broken.write_text("- a list")
+    with pytest.raises(ConfigError, match="mapping"):
+        load_config(broken)
+
+
+def test_overrides_reach_into_sections_that_are_absent() -> None:
+    config = load_config(None, {"engine.block_size": 32, "pools.decode.workers": 2, "pools.prefill.workers": 1})
+    assert (config.engine.block_size, config.pools["decode"].workers) == (32, 2)
+    with pytest.raises(ConfigError, match="not a section"):
+        load_config(None, {"name": "x", "name.y": 1})
+
+
+def test_a_config_error_survives_pickling() -> None:
+    error = ConfigError("a.b", "is wrong", value=3, allowed="1 or 2")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.path, copy.value, copy.allowed) == (str(error), "a.b", 3, "1 or 2")

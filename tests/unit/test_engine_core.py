@@ -1,0 +1,315 @@
+"""EngineCore: plans, effects, blocks. No tensor anywhere: tokens are made up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from baton.engine.core import EngineCore
+from baton.engine.policy import POLICIES
+from baton.engine.request import ChunkDone, Effect, Emit, Ended, EngineRequest, PromptDone, RequestState
+from baton.errors import InvalidRequestError, RequestTooLargeError
+from baton.protocol import RequestKey, SamplingParams
+from baton.timeline import Mark
+
+B = 4
+EOS = 99
+
+
+def make_core(
+    *, num_blocks: int = 64, policy: str = "mixed", max_batch_tokens: int = 16, max_batch_requests: int = 8
+) -> EngineCore:
+    return EngineCore(
+        num_blocks=num_blocks,
+        block_size=B,
+        max_batch_tokens=max_batch_tokens,
+        max_batch_requests=max_batch_requests,
+        max_model_len=128,
+        policy=POLICIES[policy](),
+        eos_token_ids=[EOS],
+    )
+
+
+def request(name: str, prompt: int, max_tokens: int = 5, *, handoff: bool = False, **sampling: object) -> EngineRequest:
+    params = SamplingParams(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
+    return EngineRequest(RequestKey(name, 0), list(range(prompt)), params, handoff=handoff)
+
+
+def step(core: EngineCore, token: Callable[[EngineRequest], int] = lambda r: 7) -> list[Effect] | None:
+    plan = core.schedule(0.0)
+    core.check_integrity()
+    if plan is None:
+        return None
+    effects = core.complete(plan, [token(i.request) if i.samples else None for i in plan.items], 1.0)
+    core.check_integrity()
+    return effects
+
+
+def run(core: EngineCore, token: Callable[[EngineRequest], int] = lambda r: 7) -> list[Effect]:
+    effects: list[Effect] = []
+    while (more := step(core, token)) is not None:
+        effects += more
+    return effects
+
+
+def emitted(effects: list[Effect], name: str) -> list[tuple[int, int, str | None]]:
+    return [(e.index, e.token, e.finish) for e in effects if isinstance(e, Emit) and e.request.key.request_id == name]
+
+
+@pytest.mark.parametrize("policy", ["mixed", "prefill_first"])
+@pytest.mark.parametrize("prompt", [1, B - 1, B, B + 1, 15, 16, 17, 33])
+def test_a_request_runs_to_its_length(policy: str, prompt: int) -> None:
+    core = make_core(policy=policy)
+    core.submit(request("a", prompt), 0.0)
+    effects = run(core)
+    assert emitted(effects, "a") == [(0, 7, None), (1, 7, None), (2, 7, None), (3, 7, None), (4, 7, "length")]
+    assert [type(e) for e in effects[-2:]] == [Emit, Ended]
+    assert core.pool.num_free == core.pool.num_blocks
+
+
+def test_a_long_prompt_is_chunked_under_the_token_budget() -> None:
+    core = make_core(max_batch_tokens=16)
+    core.submit(request("a", 40), 0.0)
+    sizes = []
+    while True:
+        plan = core.schedule(0.0)
+        if plan is None:
+            break
+        sizes.append(plan.num_tokens[RequestKey("a", 0)])
+        core.complete(plan, [7 if i.samples else None for i in plan.items], 0.0)
+    assert sizes == [16, 16, 8, 1, 1, 1, 1]
+
+
+def test_mixed_serves_decodes_beside_a_prompt_and_prefill_first_does_not() -> None:
+    for policy, expected in (("mixed", {"a": 1, "b": 15}), ("prefill_first", {"b": 16})):
+        core = make_core(policy=policy)
+        core.submit(request("a", 2), 0.0)
+        step(core)
+        core.submit(request("b", 40), 0.0)
+        plan = core.schedule(0.0)
+        assert plan is not None
+        assert {key.request_id: n for key, n in plan.num_tokens.items()} == expected
+
+
+def test_stop_tokens_end_a_request_and_ignore_eos_only_ignores_eos() -> None:
+    core = make_core()
+    core.submit(request("eos", 3), 0.0)
+    core.submit(request("ignore", 3, ignore_eos=True), 0.0)
+    core.submit(request("stop", 3, ignore_eos=True, stop_token_ids=(EOS,)), 0.0)
+    effects = run(core, lambda r: EOS)
+    assert emitted(effects, "eos") == [(0, EOS, "stop")]
+    assert emitted(effects, "ignore")[-1] == (4, EOS, "length")
+    assert emitted(effects, "stop") == [(0, EOS, "stop")]
+
+
+def test_tokens_of_earlier_attempts_are_context_and_keep_their_indices() -> None:
+    core = make_core()
+    core.submit(EngineRequest(RequestKey("a", 1), [1, 2, 3], SamplingParams(max_tokens=5), prior=[7, 7]), 0.0)
+    assert emitted(run(core), "a") == [(2, 7, None), (3, 7, None), (4, 7, "length")]
+
+
+@pytest.mark.parametrize("num_blocks", [7, 9, 20])
+@pytest.mark.parametrize("policy", ["mixed", "prefill_first"])
+def test_a_small_pool_preempts_and_every_request_still_ends(num_blocks: int, policy: str) -> None:
+    core = make_core(num_blocks=num_blocks, policy=policy)
+    for i in range(10):
+        core.submit(request(str(i), 1 + i, 18), 0.0)
+    effects = run(core, lambda r: r.num_tokens)
+    for i in range(10):
+        assert [e[1] for e in emitted(effects, str(i))] == list(range(1 + i, 19 + i)), "preemption changed the tokens"
+    assert core.pool.num_free == num_blocks
+
+
+def test_what_can_never_run_is_refused_and_leaves_nothing() -> None:
+    core = make_core(num_blocks=4)
+    with pytest.raises(InvalidRequestError, match="empty"):
+        core.submit(request("a", 0), 0.0)
+    with pytest.raises(RequestTooLargeError, match="KV blocks"):
+        core.submit(request("a", 14, 4), 0.0)
+    with pytest.raises(RequestTooLargeError, match="model"):
+        core.submit(request("a", 100, 29), 0.0)
+    core.submit(request("a", 13, 4), 0.0)  # 16 tokens to compute: exactly the pool
+    assert emitted(run(core), "a")[-1] == (3, 7, "length")
+
+
+def test_a_handoff_waits_for_credit_without_blocks_and_is_overtaken() -> None:
+    core = make_core()
+    core.submit(request("waits", 9, handoff=True), 0.0)
+    core.submit(request("passes", 9), 0.0)
+    assert emitted(run(core), "passes")[-1][2] == "length"
+    assert core.pool.num_free == core.pool.num_blocks
+    core.grant(RequestKey("waits", 0), 0.0)
+    assert emitted(run(core), "waits") == [(0, 7, None)]
+
+
+def test_a_handoff_ships_full_blocks_chunk_by_chunk_and_the_rest_at_the_end() -> None:
+    core = make_core(max_batch_tokens=6)
+    core.submit(request("a", 15, handoff=True), 0.0)
+    core.grant(RequestKey("a", 0), 0.0)
+    chunks: list[list[int]] = []
+    while (effects := step(core)) is not None:
+        chunks.append([index for e in effects if isinstance(e, ChunkDone) for index, _ in e.blocks])
+        last = effects
+    assert chunks == [[0], [1, 2], [3]]
+    assert [type(e) for e in last] == [Emit, ChunkDone, PromptDone]
+    assert core.num_steps == 3
+    assert core.pool.num_free == core.pool.num_blocks - 4, "blocks are held until the transfer releases them"
+    core.release(RequestKey("a", 0), 0.0)
+    assert core.pool.num_free == core.pool.num_blocks
+
+
+def test_a_handoff_that_ends_with_its_first_token_ships_nothing_more() -> None:
+    core = make_core()
+    core.submit(request("a", 9, handoff=True), 0.0)
+    core.grant(RequestKey("a", 0), 0.0)
+    effects = run(core, lambda r: EOS)
+    assert [type(e) for e in effects] == [Emit, Ended]
+    core.release(RequestKey("a", 0), 0.0)
+    assert core.pool.num_free == core.pool.num_blocks
+
+
+def test_decode_adopts_what_it_reserved() -> None:
+    core = make_core()
+    incoming = request("a", 9)
+    blocks = core.reserve(incoming, 9 + 5, 0.0)
+    assert blocks is not None
+    assert len(blocks) == 4
+    assert core.schedule(0.0) is None
+    core.adopt(RequestKey("a", 0), 5, 1.0)
+    plan = core.schedule(2.0)
+    assert plan is not None
+    assert plan.num_tokens == {RequestKey("a", 0): 1}, "only the first token itself is left to compute"
+    effects = core.complete(plan, [6], 3.0)
+    assert emitted(effects, "a") == [(1, 6, None)]
+    assert incoming.marks == {Mark.ADOPTED: 1.0, Mark.DECODE_START: 2.0, Mark.SECOND_TOKEN: 3.0}
+
+
+def test_decode_recomputes_what_it_cannot_trust() -> None:
+    core = make_core()
+    core.reserve(request("a", 9), 14, 0.0)
+    core.recompute(RequestKey("a", 0), 5, 0.0)
+    plan = core.schedule(0.0)
+    assert plan is not None
+    assert plan.num_tokens == {RequestKey("a", 0): 10}, "prompt and first token"
+    assert emitted(core.complete(plan, [6], 0.0), "a") == [(1, 6, None)]
+
+
+def test_a_reservation_is_all_or_nothing_and_does_not_overtake_a_waiting_request() -> None:
+    core = make_core(num_blocks=8)
+    assert core.reserve(request("a", 20), 25, 0.0) is not None
+    assert core.reserve(request("b", 5), 10, 0.0) is None
+    core.release(RequestKey("a", 0), 0.0)
+    assert core.reserve(request("c", 10), 15, 0.0) is not None
+    core.submit(request("waiting", 21), 0.0)
+    assert core.schedule(0.0) is None
+    assert core.reserve(request("d", 1), 4, 0.0) is None
+
+
+@pytest.mark.parametrize("moment", ["uncredited", "waiting", "in step", "running", "handed", "reserved", "adopted"])
+def test_abort_in_every_state_leaves_no_block_held(moment: str) -> None:
+    core = make_core()
+    key = RequestKey("a", 0)
+    handoff = moment in ("uncredited", "handed")
+    if moment in ("reserved", "adopted"):
+        core.reserve(request("a", 9), 14, 0.0)
+        if moment == "adopted":
+            core.adopt(key, 5, 0.0)
+    else:
+        core.submit(request("a", 9, handoff=handoff), 0.0)
+    if moment == "handed":
+        core.grant(key, 0.0)
+    if moment in ("running", "handed"):
+        step(core)
+    plan = core.schedule(0.0) if moment == "in step" else None
+    assert [type(e) for e in core.abort(key, 0.0)] == [Ended]
+    assert core.abort(key, 0.0) == []
+    if plan is not None:
+        assert core.pool.num_free < core.pool.num_blocks, "the step still writes these blocks"
+        assert core.complete(plan, [7], 0.0) == []
+    if moment in ("handed", "reserved"):
+        assert core.pool.num_free < core.pool.num_blocks, "the transfer still uses these blocks"
+    core.release(key, 0.0)
+    assert core.pool.num_free == core.pool.num_blocks
+    assert core.live() == []
+    assert step(core) is None
+
+
+def test_a_failed_step_ends_its_requests_only() -> None:
+    core = make_core(max_batch_requests=2)
+    for name in "abc":
+        core.submit(request(name, 3), 0.0)
+    plan = core.schedule(0.0)
+    assert plan is not None
+    effects = core.fail_step(plan, 0.0)
+    assert [(type(e), e.request.key.request_id) for e in effects] == [(Ended, "a"), (Ended, "b")]
+    assert emitted(run(core), "c")[-1][2] == "length"
+    assert core.pool.num_free == core.pool.num_blocks
+
+
+def test_deadlines_end_requests_and_say_when_to_be_woken() -> None:
+    core = make_core()
+    late = EngineRequest(RequestKey("a", 0), [1], SamplingParams(max_tokens=5), deadline=10.0)
+    core.submit(late, 0.0)
+    assert core.next_deadline() == 10.0
+    assert core.on_deadline(9.0) == []
+    assert [type(e) for e in core.on_deadline(10.0)] == [Ended]
+    assert core.next_deadline() is None
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_lives_conserve_blocks(seed: int) -> None:
+    """I3: after every event each block is free or held exactly once; at the end all are free."""
+    draw = random.Random(seed)
+    core = make_core(num_blocks=draw.randint(10, 24), policy=draw.choice(["mixed", "prefill_first"]))
+    handed: set[RequestKey] = set()
+    reserved: set[RequestKey] = set()
+    plan = None
+    for n in range(200):
+        key = RequestKey(str(n), 0)
+        match draw.randrange(8):
+            case 0:
+                core.submit(request(str(n), draw.randint(1, 20), draw.randint(1, 12)), n)
+            case 1:
+                core.submit(request(str(n), draw.randint(1, 20), 6, handoff=True), n)
+                if draw.random() < 0.8:
+                    core.grant(key, n)
+                    handed.add(key)
+            case 2 if core.reserve(request(str(n), 9, 12), 14, n) is not None:
+                reserved.add(key)
+            case 3 if reserved:
+                other = reserved.pop()
+                draw.choice([lambda: core.adopt(other, 3, n), lambda: core.release(other, n)])()
+            case 4 if handed:
+                core.release(handed.pop(), n)
+            case 5 if core.live():
+                victim = draw.choice(core.live())
+                core.abort(victim, n)
+                if victim in reserved:
+                    reserved.discard(victim)
+                    core.release(victim, n)
+            case _:
+                if plan is None:
+                    plan = core.schedule(n)
+                else:
+                    core.complete(plan, [draw.randrange(90) if i.samples else None for i in plan.items], n)
+                    plan = None
+        core.check_integrity()
+    if plan is not None:
+        core.complete(plan, [1 if i.samples else None for i in plan.items], 0)
+    for key in core.live():
+        core.abort(key, 0)
+    for key in handed | reserved:
+        core.release(key, 0)
+    core.check_integrity()
+    assert core.pool.num_free == core.pool.num_blocks
+
+
+def test_states_are_shown_in_messages() -> None:
+    core = make_core()
+    core.submit(request("a", 9), 0.0)
+    plan = core.schedule(0.0)
+    assert plan is not None
+    assert plan.items[0].request.state is RequestState.RUNNING
+    assert "running" in repr(core.holders()[0])

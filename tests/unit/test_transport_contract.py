@@ -1,0 +1,240 @@
+"""Every transport keeps the rules of `kv_transfer.base`: one suite, run over each scheme."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import zmq
+
+from baton.codec import Codec
+from baton.errors import ConfigError
+from kv_transfer.base import KVTransport, LinkLost, Received, Sent
+from kv_transfer.registry import open_transport, resolve_transport
+from kv_transfer.zmq_transport import DataHeader
+from tests.fakes_transfer import FakePool, drive, transfer_of, watched
+
+SCHEMES = ["inproc", "zmq+tcp", "zmq+ipc"]
+BLOCK = 96 << 10
+
+
+class Pair:
+    """P ships to D over one scheme."""
+
+    def __init__(self, scheme: str, num_blocks: int = 8, block_bytes: int = BLOCK):
+        self.scheme = scheme
+        self.source, self.target = FakePool(num_blocks, block_bytes), FakePool(num_blocks, block_bytes)
+        self.source.fill(1)
+        self.p, self.d = self.open(self.source), self.open(self.target)
+        self.p.connect("D1", self.d.address)
+
+    def open(self, pool: FakePool) -> KVTransport:
+        transport = watched(open_transport(self.scheme))
+        transport.register(pool)
+        return transport
+
+    def sent(self) -> set[tuple[int, int]]:
+        """(request number, index) of every Sent so far."""
+        return {(int(e.transfer.request_id, 16), i) for e in self.p.seen if isinstance(e, Sent) for i in e.indices}
+
+    def received(self) -> list[tuple[int, int]]:
+        return [
+            (int(e.transfer.request_id, 16), i) for e in self.d.seen if isinstance(e, Received) for i in e.indices
+        ]
+
+    def lost(self, transport: KVTransport) -> list[str]:
+        return [e.peer for e in transport.seen if isinstance(e, LinkLost)]
+
+    def warm(self) -> None:
+        """Bring the link up."""
+        self.d.receive("P1", transfer_of(99), (), [(0, 0)])
+        self.p.ship("D1", transfer_of(99), [(0, 0)])
+        drive([self.p, self.d], lambda: (99, 0) in self.received() and (99, 0) in self.sent())
+
+    def close(self) -> None:
+        self.p.close()
+        self.d.close()
+
+
+@pytest.fixture(params=SCHEMES)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    pair = Pair(request.param)
+    yield pair
+    pair.close()
+
+
+def test_blocks_arrive_as_they_were(pair: Pair) -> None:
+    mapping = [(0, 3), (1, 1), (2, 7), (5, 0)]
+    pair.d.receive("P1", transfer_of(1), (), [(0, 6), (1, 5), (2, 4), (5, 2)])
+    pair.p.ship("D1", transfer_of(1), mapping)
+    drive([pair.p, pair.d], lambda: len(pair.received()) == 4 and len(pair.sent()) == 4)
+    for (_, source), target in zip(mapping, [6, 5, 4, 2], strict=True):
+        np.testing.assert_array_equal(pair.source.block(source), pair.target.block(target))
+    assert not pair.target.memory[[0, 1, 3, 7]].any()
+    assert pair.p.next_deadline(0.0) is None, "nothing is out, so nothing may poll"
+
+
+@pytest.mark.parametrize("block_bytes", [1, 100, 65_536, 5 << 20])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_blocks_of_any_size_are_tracked(scheme: str, block_bytes: int) -> None:
+    pair = Pair(scheme, num_blocks=3, block_bytes=block_bytes)
+    with contextlib.closing(pair):
+        pair.d.receive("P1", transfer_of(1), (), [(0, 0), (1, 1), (2, 2)])
+        pair.p.ship("D1", transfer_of(1), [(0, 0), (1, 1), (2, 2)])
+        drive([pair.p, pair.d], lambda: len(pair.received()) == 3 and len(pair.sent()) == 3)
+        np.testing.assert_array_equal(pair.source.memory, pair.target.memory)
+
+
+def test_after_cancel_nothing_is_written(pair: Pair) -> None:
+    pair.warm()
+    before = pair.target.memory.copy()
+    pair.d.receive("P1", transfer_of(1), (), [(0, 3)])
+    pair.p.ship("D1", transfer_of(1), [(0, 3)])
+    pair.d.cancel(transfer_of(1))
+    drive([pair.p, pair.d], lambda: (1, 0) in pair.sent() and pair.d.stats.num_dropped == 1)
+    np.testing.assert_array_equal(pair.target.memory, before)
+    assert (1, 0) not in pair.received()
+
+
+def test_what_was_not_announced_is_dropped_and_counted(pair: Pair) -> None:
+    pair.d.receive("P1", transfer_of(1), (), [(0, 0)])
+    pair.p.ship("D1", transfer_of(2), [(0, 4)])
+    pair.p.ship("D1", transfer_of(1), [(1, 4), (0, 5), (0, 6)])
+    drive([pair.p, pair.d], lambda: pair.d.stats.num_dropped == 3 and len(pair.sent()) == 3)
+    assert pair.received() == [(1, 0)], "and an index is written once, however often it comes"
+    np.testing.assert_array_equal(pair.target.block(0), pair.source.block(5))
+
+
+def test_ship_to_an_unknown_peer_is_sent_at_once(pair: Pair) -> None:
+    pair.p.ship("D9", transfer_of(1), [(0, 0)])
+    drive([pair.p], lambda: (1, 0) in pair.sent())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_no_sent_while_the_receiver_is_stalled(scheme: str) -> None:
+    """I4: far more than all buffers hold, a receiver that does not read: the source stays untouchable."""
+    pair = Pair(scheme, num_blocks=24, block_bytes=4 << 20)
+    with contextlib.closing(pair):
+        pair.p.ship("D1", transfer_of(1), [(i, i) for i in range(24)])
+        with pytest.raises(AssertionError):
+            drive([pair.p], lambda: len(pair.sent()) == 24, timeout_s=0.7)
+        stuck = {(1, i) for i in range(24)} - pair.sent()
+        assert (1, 23) in stuck
+        assert len(stuck) >= 8
+        pair.p.disconnect("D1")
+        drive([pair.p], lambda: len(pair.sent()) == 24)
+        assert pair.p.next_deadline(0.0) is None
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_stalled_receiver_that_reads_again_gets_everything(scheme: str) -> None:
+    pair = Pair(scheme, num_blocks=12, block_bytes=4 << 20)
+    with contextlib.closing(pair):
+        pair.p.ship("D1", transfer_of(1), [(i, i) for i in range(12)])
+        with pytest.raises(AssertionError):
+            drive([pair.p], lambda: len(pair.sent()) == 12, timeout_s=0.2)
+        pair.d.receive("P1", transfer_of(1), (), [(i, i) for i in range(12)])
+        drive([pair.p, pair.d], lambda: len(pair.received()) == 12 and len(pair.sent()) == 12)
+        np.testing.assert_array_equal(pair.source.memory, pair.target.memory)
+
+
+def test_reconnect_after_disconnect(pair: Pair) -> None:
+    pair.warm()
+    pair.p.disconnect("D1")
+    drive([pair.d], lambda: pair.lost(pair.d) == ["P1"])
+    assert pair.lost(pair.p) == [], "one's own act is no loss"
+    pair.p.connect("D1", pair.d.address)
+    pair.d.receive("P1", transfer_of(1), (), [(0, 1)])
+    pair.p.ship("D1", transfer_of(1), [(0, 1)])
+    drive([pair.p, pair.d], lambda: (1, 0) in pair.received() and (1, 0) in pair.sent())
+
+
+def test_loss_of_the_receiver_is_told_and_sent_follows(pair: Pair) -> None:
+    pair.warm()
+    pair.d.close()
+    drive([pair.p], lambda: pair.lost(pair.p) == ["D1"])
+    pair.p.ship("D1", transfer_of(1), [(0, 0)])
+    pair.p.disconnect("D1")
+    drive([pair.p], lambda: (1, 0) in pair.sent())
+    successor = pair.open(pair.target)
+    with contextlib.closing(successor):
+        pair.p.connect("D2", successor.address)
+        successor.receive("P1", transfer_of(2, target="D2"), (), [(0, 0)])
+        pair.p.ship("D2", transfer_of(2, target="D2"), [(0, 0)])
+        drive([pair.p, successor], lambda: (2, 0) in pair.sent() and len(successor.seen) == 1)
+
+
+def test_loss_of_the_sender_is_told(pair: Pair) -> None:
+    pair.warm()
+    pair.p.close()
+    drive([pair.d], lambda: pair.lost(pair.d) == ["P1"])
+
+
+def test_a_link_that_was_never_up_is_not_lost(pair: Pair) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = {
+            "inproc": "inproc://nobody",
+            "zmq+tcp": f"zmq+tcp://127.0.0.1:{unused.getsockname()[1]}",
+            "zmq+ipc": "zmq+ipc:///nonexistent/blocks",
+        }[pair.scheme]
+        pair.p.connect("D2", address)
+        pair.warm()
+        assert pair.lost(pair.p) == []
+        pair.p.ship("D2", transfer_of(1, target="D2"), [(0, 0)])
+        pair.p.disconnect("D2")
+        drive([pair.p], lambda: (1, 0) in pair.sent())
+
+
+def test_close_is_final_and_may_repeat(pair: Pair) -> None:
+    pair.warm()
+    pair.p.ship("D1", transfer_of(1), [(i, i) for i in range(8)])
+    pair.close()
+    pair.close()
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"\xc1"],
+        [b""],
+        [b"x" * 70_000],
+        [Codec(DataHeader).encode(DataHeader(transfer_of(1), (0,)))],
+        [Codec(DataHeader).encode(DataHeader(transfer_of(1), (0,))), b"short"],
+        [Codec(DataHeader).encode(DataHeader(transfer_of(1), (0, 1))), bytes(BLOCK)],
+        [Codec(DataHeader).encode(DataHeader(transfer_of(1), (0,))), bytes(BLOCK), bytes(BLOCK)],
+    ],
+)
+def test_zmq_malformed_messages_are_counted_and_dropped(frames: list[bytes]) -> None:
+    pair = Pair("zmq+tcp")
+    with contextlib.closing(pair), zmq.Context() as context, context.socket(zmq.PUSH) as push:
+        push.linger = 0
+        pair.d.receive("P1", transfer_of(1), (), [(0, 0), (1, 1)])
+        push.connect(pair.d.address.removeprefix("zmq+"))
+        push.send_multipart(frames)
+        drive([pair.d], lambda: pair.d.stats.num_malformed == 1)
+        assert pair.received() == []
+        pair.warm()
+
+
+def test_zmq_advertises_the_real_port() -> None:
+    with contextlib.closing(open_transport("zmq+tcp://127.0.0.1")) as transport:
+        assert int(transport.address.rpartition(":")[2]) > 0
+
+
+def test_registry_names_what_is_allowed() -> None:
+    with pytest.raises(ConfigError, match=r"unknown transport.*zmq\+tcp"):
+        open_transport("pigeon://")
+    with pytest.raises(ConfigError, match="unknown transport"):
+        resolve_transport("pigeon", one_process=True)
+    assert resolve_transport("auto", one_process=True) == "inproc://"
+    assert resolve_transport("auto", one_process=False, host="10.0.0.2") == "zmq+tcp://10.0.0.2"
+
+
+def test_zmq_says_why_it_cannot_listen() -> None:
+    with contextlib.closing(open_transport("zmq+tcp")) as transport:
+        with pytest.raises(ConfigError, match="cannot listen"):
+            open_transport(transport.address)
