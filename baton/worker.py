@@ -25,7 +25,7 @@ import zmq
 
 from baton.codec import Codec
 from baton.errors import ClusterError, JoinRefusedError, ProtocolError
-from baton.ports import Action, PeerLinks, ToRouter
+from baton.ports import Action, PeerEvent, PeerLinks, ToRouter
 from baton.protocol import (
     PROTOCOL_VERSION,
     Abort,
@@ -92,8 +92,12 @@ class EngineWorker:
 
         self._condition = threading.Condition()
         """Its lock guards the core; notified when the engine thread may find work."""
-        self._outbox: deque[list[Action]] = deque()
+        self._outbox: deque[Action] = deque()
+        """Filled under the lock and emptied in order by the I/O thread, so that actions happen in the order
+        in which the core decided them, whichever thread asked: a block that was announced, released and
+        announced again must not be announced in another order (I5)."""
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.num_protocol_errors = 0
         self._stopping = False
         self._joined = threading.Event()
         self._router_incarnation: str | None = None
@@ -178,14 +182,14 @@ class EngineWorker:
                 tokens = self._runner.run(plan)
             except Exception as e:  # whatever a step raises ends its requests, not the worker
                 log.exception("%s: a step of %d tokens failed", self.info.worker_id, plan.total_tokens)
+                problem = f"{type(e).__name__}: {e}"
                 with condition:
-                    actions = core.fail_step(plan, f"{type(e).__name__}: {e}", self._now())
+                    self._outbox.extend(core.fail_step(plan, problem, self._now()))
             else:
                 with condition:
-                    actions = core.finish_step(plan, tokens, self._now())
+                    self._outbox.extend(core.finish_step(plan, tokens, self._now()))
             self._step_since = None
-            if actions:
-                self._outbox.append(actions)
+            if self._outbox:
                 self._wake()
 
     def _pin(self, *, compute: bool = False) -> None:
@@ -205,11 +209,10 @@ class EngineWorker:
         try:
             while not self._stopping:
                 self._wait_for_news(next_beat)
-                while self._outbox:
-                    self._execute(self._outbox.popleft())
+                self._execute_outbox()
                 self._read_router()
                 for event in self._links.events():
-                    self._handle(self.core.on_peer_event, event)
+                    self._handle_peer_event(event)
                 self._check_deadlines()
                 if (now := time.monotonic()) >= next_beat:
                     self._beat(now)
@@ -244,14 +247,22 @@ class EngineWorker:
             self._handle(self.core.on_deadline)
 
     def _handle(self, handler: Callable[..., list[Action]], *event: Any) -> None:
-        """Give one event to a handler of the core and execute what it answers, and what follows from that."""
+        """Give one event to a handler of the core, and execute what it answers and what follows from that."""
         with self._condition:
-            actions = handler(*event, self._now())
+            self._outbox.extend(handler(*event, self._now()))
             self._condition.notify()
-        self._execute(actions)
+        self._execute_outbox()
 
-    def _execute(self, actions: list[Action]) -> None:
-        for action in actions:
+    def _handle_peer_event(self, event: PeerEvent) -> None:
+        try:
+            self._handle(self.core.on_peer_event, event)
+        except ProtocolError as e:  # a port refuses a message before it changes anything
+            self.num_protocol_errors += 1
+            log.warning("%s: %s", self.info.worker_id, e)
+
+    def _execute_outbox(self) -> None:
+        while self._outbox:
+            action = self._outbox.popleft()
             if isinstance(action, ToRouter):
                 message = action.message
                 if isinstance(message, Tokens) and message.load is not None:
@@ -259,7 +270,7 @@ class EngineWorker:
                 self._send_router(message)
                 continue
             for event in self._links.execute(action):
-                self._handle(self.core.on_peer_event, event)
+                self._handle_peer_event(event)
 
     # --- the router -------------------------------------------------------------------------------------
 

@@ -51,16 +51,17 @@ def build_worker(
 ) -> EngineWorker:
     """A worker, ready to `start()`. Binds its sockets on `host` at once.
 
-    `transport` is a scheme (`inproc`, `zmq+tcp`), `cores` the CPU cores it is pinned to,
+    `transport` is the URL to open (`inproc://`, `zmq+tcp://10.0.0.2`), `cores` the CPU cores it is pinned to,
     `device_ids` what the status shows: cores on CPU, GPU ids on CUDA.
     """
     role = config.role_of(spec.pool)
     cache = built.kv_cache
     incarnation = secrets.token_hex(8)
+    opened = open_transport(transport)
     links = ZmqPeerLinks(
         incarnation=incarnation,
         pool=cache,
-        transport=open_transport(transport, host=host, incarnation=incarnation),
+        transport=opened,
         context=context,
         host=host,
         checksums=config.transfer.checksum != "none",
@@ -91,8 +92,17 @@ def build_worker(
         policy=POLICIES[config.engine.policy](),
         eos_token_ids=built.spec.eos_token_ids,
     )
-    send = send_port_for(info, engine, config.transfer) if role in ("prefill", "both") else None
-    receive = receive_port_for(info, engine, config.transfer) if role in ("decode", "both") else None
+    identity: dict[str, Any] = {
+        "worker_id": spec.worker_id,
+        "incarnation": incarnation,
+        "fingerprint": built.fingerprint,
+        "layout": cache.layout,
+        "engine": engine,
+    }
+    send = send_port_for(config.transfer, **identity) if role in ("prefill", "both") else None
+    receive = None
+    if role in ("decode", "both"):
+        receive = receive_port_for(config.transfer, **identity, pulls=opened.pulls)
     return EngineWorker(
         WorkerCore(info, engine, send, receive),
         built.runner,

@@ -16,6 +16,7 @@ from baton.engine.weights import resolve_model
 from baton.worker import EngineWorker
 from baton_cluster.build import build_worker, worker_specs
 from baton_cluster.cluster import ClusterBase, Progress, no_progress
+from kv_transfer.registry import resolve_transport
 from router.server import RouterServer
 
 
@@ -26,7 +27,7 @@ class LocalCluster(ClusterBase):
         self.config = config
         self.warnings: list[str] = []
         self.workers: dict[str, EngineWorker] = {}
-        transport = "inproc" if config.transfer.transport == "auto" else config.transfer.transport
+        transport = resolve_transport(config.transfer.transport, one_process=True)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router: RouterServer | None = None
         try:

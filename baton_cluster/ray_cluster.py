@@ -20,6 +20,7 @@ from baton_cluster.build import worker_specs
 from baton_cluster.cluster import ClusterBase, Progress, no_progress
 from baton_cluster.cores import assign_cores
 from baton_cluster.ray_session import RaySession
+from kv_transfer.registry import resolve_transport
 
 STOP_TIMEOUT_S = 10.0
 """A worker ends after the step it is in; one that takes longer is killed."""
@@ -114,7 +115,6 @@ class RayCluster(ClusterBase):
         hosts = [LOOPBACK if single_node else place["node_ip"] for place in places]
         self.address, back = self._get(self._router.start.remote(model_path, router_host))
         progress("loading the model")
-        transport = "zmq+tcp" if config.transfer.transport == "auto" else config.transfer.transport
         self.worker_infos = self._get(
             [worker.start.remote(back, hosts[i], cores[i], transport) for i, worker in enumerate(self.workers.values())]
         )

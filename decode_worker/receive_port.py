@@ -193,13 +193,12 @@ class ReceivePort:
         num_context = len(offer.prompt) + len(offer.prior)
         num_blocks = self._layout.num_blocks_for(num_context)
         session = RecvSession(offer, num_blocks, lease_s=self._lease_s, now=now, counters=self.counters)
+        self.counters["offered"] += 1
         reason = self._inadmissible(offer)
         if reason is not None:
             session.happens(Event.REFUSE, Side.DECODE)
             return [self._remember(transfer, Refuse(transfer, reason))]
-        request = EngineRequest(
-            transfer.key, offer.prompt, offer.sampling, prior=offer.prior, sample=transfer.sample
-        )
+        request = EngineRequest(transfer.key, offer.prompt, offer.sampling, prior=offer.prior, sample=transfer.sample)
         self._sessions[transfer] = self._by_key[transfer.key] = session
         self._waiting[transfer] = (session, request)
         return self._admit(now)

@@ -95,9 +95,7 @@ class InprocTransport:
                 self._report(Sent(transfer, shipment.indices))
         return ()
 
-    def receive(
-        self, peer: str, transfer: TransferId, refs: Sequence[int], blocks: Sequence[tuple[int, int]]
-    ) -> None:
+    def receive(self, peer: str, transfer: TransferId, refs: Sequence[int], blocks: Sequence[tuple[int, int]]) -> None:
         self._expected.announce(transfer, blocks)
 
     def completions(self) -> list[Completion]:

@@ -131,7 +131,7 @@ TRANSITIONS: Final[dict[State, dict[Event, State | Ignored]]] = {
 }
 
 Counters = Counter[str]
-"""What a port counts: ends by state, and `ignored`, `unknown`, `stale`, ... messages."""
+"""What a port counts: transfers `offered`, their ends by state, and `ignored`, `unknown`, `stale`, ... messages."""
 
 
 class Session:

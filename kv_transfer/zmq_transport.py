@@ -213,9 +213,7 @@ class ZmqTransport:
 
     # --- receiving --------------------------------------------------------------------------------
 
-    def receive(
-        self, peer: str, transfer: TransferId, refs: Sequence[int], blocks: Sequence[tuple[int, int]]
-    ) -> None:
+    def receive(self, peer: str, transfer: TransferId, refs: Sequence[int], blocks: Sequence[tuple[int, int]]) -> None:
         self._expected.announce(transfer, blocks)
 
     def cancel(self, transfer: TransferId) -> None:

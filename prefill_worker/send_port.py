@@ -153,6 +153,7 @@ class SendPort:
         session = SendSession(offer, num_blocks, lease_s=self._lease_s, now=now, counters=self.counters)
         self._sessions[transfer] = self._by_key[submit.key] = session
         self._submits[submit.key] = submit
+        self.counters["offered"] += 1
         if not peer.welcome:
             peer.greeting.append(session)
             return []

@@ -50,7 +50,8 @@ T = TypeVar("T")
 class RouterServer:
     """A router. `start`, `stop`, `wait_ready`, `status` and `explain` may be called from any thread.
 
-    `text` replaces the tokenizer of `model_path` (for tests, or to share one). Without `fingerprint` the
+    `text` replaces the tokenizer of `model_path` (for tests, or to share one). `back_host`: the address of
+    this machine at which workers reach it, where that is another than clients do (`router.host`). Without `fingerprint` the
     first worker to join decides which model this cluster serves.
     """
 
@@ -61,6 +62,7 @@ class RouterServer:
         fingerprint: str | None = None,
         *,
         text: Text | None = None,
+        back_host: str | None = None,
     ):
         if text is None:
             if model_path is None:
@@ -71,6 +73,7 @@ class RouterServer:
         """What went wrong and was survived, by kind; read it from any thread."""
         self._text = text
         self._config = config
+        self._back_host = back_host or config.router.host
         self._core = RouterCore(config, router_incarnation=self.incarnation, fingerprint=fingerprint)
         self._calls: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
@@ -87,7 +90,7 @@ class RouterServer:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             front = RouterSocket(self._context, router.host, router.port, hwm=FRONT_HWM, key="router.port")
-            back = RouterSocket(self._context, router.host, 0, hwm=BACK_HWM, key="router.host")
+            back = RouterSocket(self._context, self._back_host, 0, hwm=BACK_HWM, key="router.host")
         except ClusterError:
             self._context.destroy(linger=0)
             raise

@@ -20,6 +20,7 @@ import filelock
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from safetensors import SafetensorError
 
 from baton.errors import ModelError
 
@@ -62,7 +63,7 @@ def converted(source: Path, progress: Callable[[str], None]) -> Path:
         with filelock.FileLock(f"{target}.lock"):
             if not target.is_dir():
                 _convert_into(target, source, progress)
-    except OSError as e:
+    except (OSError, SafetensorError) as e:
         raise ModelError(f"{source} cannot be converted into {target}: {e}; set BATON_CACHE to another folder") from e
     return target
 

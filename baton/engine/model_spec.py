@@ -57,6 +57,7 @@ class ModelSpec:
 
 def load_model_config(path: Path) -> ModelSpec:
     """Read the folder of a model. Raises ModelError if it cannot be read or is not of a known kind."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     plain = read_json(path / "config.json")
@@ -65,10 +66,14 @@ def load_model_config(path: Path) -> ModelSpec:
         raise ModelError(f"{path}: architecture {named[0]} is not supported; known: {', '.join(ARCHITECTURES)}")
     try:
         config: Any = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as e:
         raise ModelError(f"{path / 'config.json'}: {e}") from e
     if config.hidden_act != "silu":
         raise ModelError(f"{path}: hidden_act {config.hidden_act} is not supported; known: silu")
+    if not config.num_key_value_heads or config.num_attention_heads % config.num_key_value_heads:
+        raise ModelError(
+            f"{path}: {config.num_attention_heads} heads cannot share {config.num_key_value_heads} key heads evenly"
+        )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     inv_freq, scaling = _rope(config, head_dim, path)
     return ModelSpec(

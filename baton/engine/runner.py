@@ -34,6 +34,10 @@ class Runner(Protocol):
         """
         ...
 
+    def set_num_threads(self, num_threads: int) -> None:
+        """Compute with so many threads from now on, on behalf of the calling thread."""
+        ...
+
 
 class ModelRunner:
     """The `Runner` that computes with a model."""
@@ -58,6 +62,10 @@ class ModelRunner:
             else ()
         )
         return [next(sampled) if item.samples else None for item in plan.items]
+
+    def set_num_threads(self, num_threads: int) -> None:
+        """See `Runner.set_num_threads`. OpenMP keeps the number per calling thread."""
+        torch.set_num_threads(num_threads)
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Compute the plan's tokens; logits `[n, vocab]` float32 of the n items that sample, in their order."""
@@ -105,10 +113,15 @@ class BuiltRunner:
 
 
 def build_runner(
-    config: ClusterConfig, pool: PoolConfig, *, progress: Callable[[str], None] | None = None
+    config: ClusterConfig,
+    pool: PoolConfig,
+    *,
+    progress: Callable[[str], None] | None = None,
+    model: LlamaModel | None = None,
 ) -> BuiltRunner:
     """Find and load the model and size the KV pool for a worker of `pool`. Takes seconds.
 
+    `model`: one that is loaded already, of the same configuration: workers of one process share it.
     Raises ModelError (model) or ConfigError (sizes, device). Leaves the number of threads as it is.
     """
     device = resolve_device(pool)
@@ -130,7 +143,7 @@ def build_runner(
             value=limit,
             allowed=f"<= {spec.max_position_embeddings}",
         )
-    model = LlamaModel(spec, iter_weights(path), dtype=dtype, device=device)
+    model = model or LlamaModel(spec, iter_weights(path), dtype=dtype, device=device)
     kv_cache = KVCache(layout, num_blocks, device)
     return BuiltRunner(
         runner=ModelRunner(model, kv_cache, attention_backend(config.engine.attention, model.device)),

@@ -41,9 +41,7 @@ class Pair:
         return {(int(e.transfer.request_id, 16), i) for e in self.p.seen if isinstance(e, Sent) for i in e.indices}
 
     def received(self) -> list[tuple[int, int]]:
-        return [
-            (int(e.transfer.request_id, 16), i) for e in self.d.seen if isinstance(e, Received) for i in e.indices
-        ]
+        return [(int(e.transfer.request_id, 16), i) for e in self.d.seen if isinstance(e, Received) for i in e.indices]
 
     def lost(self, transport: KVTransport) -> list[str]:
         return [e.peer for e in transport.seen if isinstance(e, LinkLost)]

@@ -111,6 +111,8 @@ def test_local_folder_is_itself(tmp_path: Path) -> None:
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported; known: LlamaForCausalLM"),
         ({"architectures": None}, "not supported; known: LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act gelu"),
+        ({"vocab_size": "many"}, "config.json: "),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "4 heads cannot share 3"),
         (
             {
                 "rope_parameters": {

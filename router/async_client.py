@@ -1,0 +1,385 @@
+"""`AsyncRouterClient`: a router's client for asyncio. (`router.client` has the one for ordinary code.)
+
+One DEALER socket carries many requests at once, told apart by label; one task reads it. Knows of
+workers only their names.
+
+How a client notices that the router is gone, so that no call hangs: the connection's end (a socket
+monitor tells within milliseconds that the process died), or silence: while requests are open the
+router's own thread sends `Alive` every heartbeat, so a router that is stuck or was cut off is noticed
+too, which ZeroMQ's heartbeats would miss because its I/O threads go on without ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from typing import Any
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from baton.codec import Codec
+from baton.errors import BatonError, ClusterError, CodecError, RequestFailedError, VersionError, error_from_code
+from baton.protocol import (
+    Cancel,
+    Delta,
+    Done,
+    Failed,
+    Generate,
+    Status,
+    StatusRequest,
+    ToClient,
+    ToRouterFromClient,
+)
+from router.completion import Collector, Completion, Prompt, StreamDelta, build_generate
+
+CONNECT_TIMEOUT_S = 5.0
+SILENCE_TIMEOUT_S = 10.0
+LINGER_MS = 200
+GRACE_S = 0.05
+"""After the connection ends: messages that came before it may still lie in the socket."""
+
+Event = StreamDelta | Completion | BatonError
+
+
+class _Call:
+    """One open request: where its events go."""
+
+    __slots__ = ("collector", "sink")
+
+    def __init__(self, sink: Callable[[Event], None], started_at: float):
+        self.collector = Collector(started_at)
+        self.sink = sink
+
+
+class AsyncStream:
+    """The deltas of one request; iterate it once. Leaving the loop early, or `cancel`, ends the request.
+
+    After the loop `completion` is set. As a context manager it also ends a request that nobody iterates.
+    """
+
+    def __init__(self, client: AsyncRouterClient, label: str, timeout: float | None):
+        self.completion: Completion | None = None
+        self._client = client
+        self._label = label
+        self._timeout = timeout
+        self._give_up_at = None if timeout is None else time.monotonic() + timeout
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+
+    async def __aiter__(self) -> AsyncIterator[StreamDelta]:
+        try:
+            while self.completion is None:
+                event = await self._next()
+                if isinstance(event, StreamDelta):
+                    yield event
+                elif isinstance(event, Completion):
+                    self.completion = event
+                else:
+                    raise event
+        finally:
+            if self.completion is None:
+                self._client._abandon(self._label)
+
+    async def _next(self) -> Event:
+        if self._give_up_at is None or not self._events.empty():
+            return await self._events.get()
+        try:
+            async with asyncio.timeout(self._give_up_at - time.monotonic()):
+                return await self._events.get()
+        except TimeoutError:
+            raise RequestFailedError(f"not complete within {self._timeout:g} s; the request was cancelled") from None
+
+    async def result(self) -> Completion:
+        """Wait for the end; raises the request's error."""
+        async for _ in self:
+            pass
+        assert self.completion is not None
+        return self.completion
+
+    def cancel(self) -> None:
+        """Ask for the end: the iteration then ends with a completion whose finish reason is `abort`."""
+        self._client._cancel(self._label)
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self.completion is None:
+            self._client._abandon(self._label)
+
+
+class AsyncRouterClient:
+    """One connection to a router, for one event loop. Connects at the first call, or by `async with`.
+
+    `connect_timeout`: seconds for the router's first answer, then ClusterError. `silence_timeout`:
+    seconds without any message while requests are open, then they fail with RequestFailedError.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        connect_timeout: float = CONNECT_TIMEOUT_S,
+        silence_timeout: float = SILENCE_TIMEOUT_S,
+    ):
+        self.address = address
+        self._connect_timeout = connect_timeout
+        self._silence_timeout = silence_timeout
+        self._in: Codec[Any] = Codec(ToClient)
+        self._out: Codec[Any] = Codec(ToRouterFromClient)
+        self._labels = itertools.count()
+        self._calls: dict[str, _Call] = {}
+        self._asked: dict[str, asyncio.Future[Status]] = {}
+        self._connecting: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._context: zmq.asyncio.Context | None = None
+        self._heard_at = 0.0
+        self._closed = False
+
+    # --- what users call --------------------------------------------------------------------------
+
+    async def connect(self) -> None:
+        """Reach the router; ClusterError if it does not answer. The calls below do it too."""
+        if self._closed:
+            raise ClusterError("this client is closed; make a new one")
+        if self._connecting is None or (self._connecting.done() and self._failed_to_connect()):
+            self._connecting = asyncio.create_task(self._connect())
+        await asyncio.shield(self._connecting)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        seed: int | None = None,
+        ignore_eos: bool = False,
+        stop_token_ids: Iterable[int] = (),
+        timeout: float | None = None,
+    ) -> Completion:
+        """Run one request to its end; cancelling the coroutine ends it. `prompt`: text, token ids or chat messages.
+
+        Raises the typed errors of `baton.errors`; RequestFailedError also after `timeout` seconds.
+        """
+        stream = self.stream(
+            prompt,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            ignore_eos=ignore_eos,
+            stop_token_ids=stop_token_ids,
+            timeout=timeout,
+        )
+        return await stream.result()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        seed: int | None = None,
+        ignore_eos: bool = False,
+        stop_token_ids: Iterable[int] = (),
+        timeout: float | None = None,
+    ) -> AsyncStream:
+        """Start a request now and return its stream. Wrong arguments raise InvalidRequestError at once."""
+        message = build_generate(
+            self._new_label(),
+            prompt,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            ignore_eos=ignore_eos,
+            stop_token_ids=stop_token_ids,
+        )
+        stream = AsyncStream(self, message.label, timeout)
+        self._start(message, stream._events.put_nowait, time.monotonic())
+        return stream
+
+    async def status(self) -> Status:
+        """The cluster as the router sees it; ClusterError if the router does not answer."""
+        await self.connect()
+        return await self._ask_status()
+
+    async def close(self) -> None:
+        """End all open requests and the connection."""
+        if self._closed:
+            return
+        self._closed = True
+        for label in list(self._calls):
+            self._cancel(label)
+        self._fail_all(RequestFailedError("the client was closed"))
+        await asyncio.sleep(0)  # lets the cancellations that were just queued reach the socket
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._context is not None:
+            self._context.destroy(linger=LINGER_MS)
+
+    async def __aenter__(self) -> AsyncRouterClient:
+        try:
+            await self.connect()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # --- the connection ---------------------------------------------------------------------------
+
+    async def _connect(self) -> None:
+        if self._context is None:
+            self._context = zmq.asyncio.Context()
+            self._socket: zmq.asyncio.Socket = self._context.socket(zmq.DEALER)
+            self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+            self._socket.setsockopt(zmq.RCVHWM, 0)  # the router's limit applies; ours would only hide it
+            self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            if self.address.startswith("tcp://["):
+                self._socket.setsockopt(zmq.IPV6, 1)
+            monitor: zmq.asyncio.Socket = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            try:
+                self._socket.connect(self.address)
+            except zmq.ZMQError as e:
+                raise ClusterError(
+                    f"{self.address!r} is not an address of a router ({e.strerror}); it looks like tcp://127.0.0.1:5555"
+                ) from e
+            for loop in (self._read(), self._watch_connection(monitor), self._watch_silence()):
+                self._spawn(loop)
+        await self._ask_status()
+
+    def _failed_to_connect(self) -> bool:
+        task = self._connecting
+        return task is not None and (task.cancelled() or task.exception() is not None)
+
+    async def _ask_status(self) -> Status:
+        label = f"status-{next(self._labels)}"
+        answer: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
+        self._asked[label] = answer
+        self._send(StatusRequest(label))
+        try:
+            async with asyncio.timeout(self._connect_timeout):
+                return await answer
+        except TimeoutError:
+            raise ClusterError(
+                f"no router answered at {self.address} within {self._connect_timeout:g} s; see whether it runs "
+                f"with `baton status`, start it with `baton up`, and check the address"
+            ) from None
+        finally:
+            self._asked.pop(label, None)
+
+    async def _read(self) -> None:
+        while True:
+            data = await self._socket.recv()
+            self._heard_at = at = time.monotonic()
+            try:
+                message = self._in.decode(data)
+            except (CodecError, VersionError) as e:
+                self._fail_all(e)
+                continue
+            kind = type(message)
+            if kind is Delta:
+                call = self._calls.get(message.label)
+                if call is not None:
+                    call.sink(call.collector.add(message.token_ids, message.text, at))
+            elif kind is Done:
+                call = self._calls.pop(message.label, None)
+                if call is not None:
+                    call.sink(call.collector.complete(message, at))
+            elif kind is Failed:
+                self._on_failed(message)
+            elif kind is Status:
+                answer = self._asked.get(message.label)
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
+
+    def _on_failed(self, message: Failed) -> None:
+        error = error_from_code(message.code, message.message, field=message.field)
+        call = self._calls.pop(message.label, None)
+        if call is not None:
+            call.sink(error)
+        elif not message.label:  # about bytes in which the router found no label: it understands nothing of ours
+            self._fail_all(error)
+
+    async def _watch_connection(self, monitor: zmq.asyncio.Socket) -> None:
+        while True:
+            parse_monitor_message(await monitor.recv_multipart())
+            lost = list(self._calls)
+            self._connecting = None  # ZeroMQ reconnects by itself, but is a router there? The next call asks
+            await asyncio.sleep(GRACE_S)
+            self._fail_all(RequestFailedError(f"the connection to the router at {self.address} was lost"), lost)
+
+    async def _watch_silence(self) -> None:
+        """One timer however many requests: wakes when the silence could be too long at the earliest."""
+        while True:
+            await asyncio.sleep(self._silence_timeout / 4)
+            since = time.monotonic() - self._silence_timeout
+            if self._calls and self._heard_at < since:
+                silent = [label for label, call in self._calls.items() if call.collector.started_at < since]
+                text = f"the router at {self.address} was silent for {self._silence_timeout:g} s"
+                self._fail_all(RequestFailedError(text), silent)
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def _new_label(self) -> str:
+        return str(next(self._labels))
+
+    def _start(self, message: Generate, sink: Callable[[Event], None], started_at: float) -> None:
+        """Send it, after connecting if need be. `sink` gets what happens, last a Completion or an error."""
+        label = message.label
+        call = self._calls[label] = _Call(sink, started_at)
+        if self._connecting is not None and self._connecting.done() and not self._failed_to_connect():
+            self._send(message)
+            return
+
+        async def connect_and_send() -> None:
+            try:
+                await self.connect()
+            except BatonError as e:
+                if self._calls.pop(label, None) is not None:
+                    sink(e)
+                return
+            if self._calls.get(label) is call:
+                self._send(message)
+
+        self._spawn(connect_and_send())
+
+    def _cancel(self, label: str) -> None:
+        if label in self._calls:
+            self._send(Cancel(label))
+
+    def _abandon(self, label: str) -> None:
+        """End it and do not wait for the answer."""
+        if self._calls.pop(label, None) is not None:
+            self._send(Cancel(label))
+
+    def _fail_all(self, error: BatonError, labels: Iterable[str] | None = None) -> None:
+        for label in list(self._calls if labels is None else labels):
+            call = self._calls.pop(label, None)
+            if call is not None:
+                call.sink(error)
+        if labels is None:
+            for answer in self._asked.values():
+                if not answer.done():
+                    answer.set_exception(error)
+
+    def _send(self, message: Any) -> None:
+        if self._context is not None and not self._socket.closed:
+            future: Any = self._socket.send(self._out.encode(message))
+            future.add_done_callback(_consume)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _consume(future: asyncio.Future[Any]) -> None:
+    """A send that fails shows as silence or a lost connection; asyncio shall not report it again."""
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,352 @@
+"""A prefill and a decode worker's ports over a wire that loses, repeats, reorders, delays and corrupts.
+
+Whatever Hypothesis does to them: after every event each block is free or held once (I3), no source block
+that the transport may still read has been given away (I4), no target block that the transport may
+still write has been given away (I5), nobody decodes from a wrong KV cache; and once the wire is whole again,
+every transfer has ended exactly once on both sides and nobody holds a block.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from baton.errors import ProtocolError
+from baton.ports import Action, CancelTransfer, ConnectPeer, DropLink, ReceiveBlocks, ShipBlocks, ToPeer, ToRouter
+from baton.protocol import (
+    AttemptFailed,
+    HandoffDone,
+    HandoffRefused,
+    Replace,
+    RequestKey,
+    SamplingParams,
+    Submit,
+    TransferId,
+)
+from decode_worker.receive_port import ReceivePort
+from kv_transfer.session import ENDS
+from prefill_worker.send_port import SendPort
+from tests.fakes_transfer import LAYOUT, FakeEngine, key_of, worker_info
+
+LEASE = 8.0
+BLOCKS_P, BLOCKS_D = 8, 10
+
+
+class Worker:
+    """What both lives have: an engine, memory (block id -> content), and a name."""
+
+    def __init__(self, incarnation: str, num_blocks: int):
+        self.incarnation = incarnation
+        self.engine = FakeEngine(num_blocks)
+        self.memory: dict[int, int] = dict.fromkeys(range(num_blocks), 0)
+
+
+class Prefill(Worker):
+    def __init__(self, incarnation: str):
+        super().__init__(incarnation, BLOCKS_P)
+        self.port = SendPort(
+            worker_id="prefill-0",
+            incarnation=incarnation,
+            fingerprint="f",
+            layout=LAYOUT,
+            engine=self.engine,
+            lease_s=LEASE,
+            max_unacked_blocks=3,
+        )
+        self.reading: Counter[tuple[TransferId, int]] = Counter()
+        """(transfer, index) that the transport may still read."""
+
+
+class Decode(Worker):
+    def __init__(self, incarnation: str):
+        super().__init__(incarnation, BLOCKS_D)
+        self.port = ReceivePort(
+            worker_id="decode-0",
+            incarnation=incarnation,
+            fingerprint="f",
+            layout=LAYOUT,
+            engine=self.engine,
+            lease_s=LEASE,
+            expected_growth=4,
+        )
+        self.writable: dict[TransferId, dict[int, int]] = {}
+        """Block id by index, that the transport may write."""
+
+
+class Frame:
+    """A block on its way. Its content is read from P's memory when it arrives: zero-copy."""
+
+    def __init__(self, transfer: TransferId, index: int, block: int, source: Prefill):
+        self.transfer, self.index, self.block, self.source = transfer, index, block, source
+
+
+def content(key: RequestKey, index: int) -> int:
+    return hash((key, index)) & 0xFFFF_FFFF
+
+
+class HandOver(RuleBasedStateMachine):
+    @initialize()
+    def start(self) -> None:
+        self.now = 0.0
+        self.num_requests = self.num_lives = 0
+        self.wire: list[tuple[str, str, Any]] = []
+        """(from, to, message)."""
+        self.frames: list[Frame] = []
+        self.failed: Counter[RequestKey] = Counter()
+        self.offered: set[RequestKey] = set()
+        self.p, self.d = Prefill("P0"), Decode("D0")
+        self.act(self.p, self.p.port.on_peers((worker_info("D0"),), self.now))
+
+    # --- the driver -------------------------------------------------------------------------------
+
+    def act(self, worker: Prefill | Decode, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case ToPeer(peer, message):
+                    self.wire.append((worker.incarnation, peer, message))
+                case ShipBlocks(_, transfer, blocks):
+                    assert isinstance(worker, Prefill)
+                    for index, block in blocks:
+                        worker.reading[transfer, index] += 1
+                        self.frames.append(Frame(transfer, index, block, worker))
+                    checksums = {index: worker.memory[block] for index, block in blocks}
+                    self.act(worker, worker.port.on_shipped(transfer, (), checksums, self.now))
+                case ReceiveBlocks(_, transfer, _, blocks):
+                    assert isinstance(worker, Decode)
+                    worker.writable.setdefault(transfer, {}).update(blocks)
+                case CancelTransfer(transfer):
+                    if isinstance(worker, Decode):
+                        worker.writable.pop(transfer, None)
+                case DropLink(peer):
+                    for frame in [f for f in self.frames if f.source is worker and f.transfer.target == peer]:
+                        self.land(frame, arrives=False)
+                case ToRouter(AttemptFailed(_, key)):
+                    self.failed[key] += 1
+                    self.abort(key)
+                case ToRouter(HandoffRefused(_, key)):
+                    # As the router would: place it anew, where it was refused keep it.
+                    self.act(worker, self.p.port.replace(Replace(key, None), self.now))
+                case ToRouter(HandoffDone()) | ConnectPeer():
+                    pass
+                case _:
+                    raise AssertionError(action)
+
+    def hear(self, item: tuple[str, str, Any]) -> None:
+        sender, receiver, message = item
+        for worker in (self.p, self.d):
+            if worker.incarnation == receiver:
+                self.act(worker, worker.port.on_message(sender, message, self.now))
+
+    def land(self, frame: Frame, arrives: bool = True, corrupt: bool = False) -> None:
+        """The transport is done with a frame: written at D or not, it is `Sent`."""
+        self.frames.remove(frame)
+        if arrives and frame.transfer.target == self.d.incarnation:
+            block = self.d.writable.get(frame.transfer, {}).pop(frame.index, None)
+            if block is not None:
+                value = frame.source.memory[frame.block] ^ corrupt
+                self.d.memory[block] = value
+                self.act(self.d, self.d.port.on_received(frame.transfer, {frame.index: value}, self.now))
+        frame.source.reading[frame.transfer, frame.index] -= 1
+        if frame.source is self.p:
+            self.act(self.p, self.p.port.on_sent(frame.transfer, (frame.index,), self.now))
+
+    def abort(self, key: RequestKey) -> None:
+        self.act(self.d, self.d.port.on_abort(*key, self.now))
+        if key in self.d.engine.decoding:
+            self.d.engine.finish(key)
+            self.act(self.d, self.d.port.on_blocks_free(self.now))
+        for effect in self.p.engine.abort(key, self.now):
+            self.act(self.p, self.p.port.on_ended(effect, self.now))  # type: ignore[arg-type]
+
+    def compute(self, key: RequestKey, num_tokens: int) -> None:
+        if key in self.p.engine.ended:
+            return
+        request = self.p.engine.granted[key]
+        if request.num_computed == request.num_context:
+            return
+        for effect in self.p.engine.compute(key, num_tokens):
+            if hasattr(effect, "first_token"):
+                self.act(self.p, self.p.port.on_prompt_done(effect, self.now))  # type: ignore[arg-type]
+            else:
+                for index, block in effect.blocks:  # type: ignore[union-attr]
+                    self.p.memory[block] = content(key, index)
+                self.act(self.p, self.p.port.on_chunk(effect, self.now))  # type: ignore[arg-type]
+
+    # --- events -----------------------------------------------------------------------------------
+
+    @rule(num_tokens=st.integers(1, 24), max_tokens=st.integers(2, 20))
+    def submit(self, num_tokens: int, max_tokens: int) -> None:
+        self.num_requests += 1
+        sampling = SamplingParams(max_tokens=max_tokens)
+        submit = Submit(key_of(self.num_requests), tuple(range(num_tokens)), sampling, decode="decode-0")
+        self.offered.add(submit.key)
+        self.p.engine.submit(submit)
+        self.act(self.p, self.p.port.offer(submit, self.now))
+
+    @precondition(lambda self: self.wire)
+    @rule(data=st.data(), copies=st.integers(0, 2))
+    def deliver(self, data: st.DataObject, copies: int) -> None:
+        """Any message: lost (0), once, or twice, the second now or later."""
+        item = self.wire.pop(data.draw(st.integers(0, len(self.wire) - 1)))
+        if copies == 2:
+            self.wire.append(item)
+        if copies:
+            self.hear(item)
+
+    @precondition(lambda self: self.wire)
+    @rule()
+    def deliver_in_order(self) -> None:
+        self.hear(self.wire.pop(0))
+
+    @precondition(lambda self: self.frames)
+    @rule(data=st.data(), fate=st.sampled_from(["arrives", "arrives", "arrives", "lost", "corrupt"]))
+    def frame(self, data: st.DataObject, fate: str) -> None:
+        frame = self.frames[data.draw(st.integers(0, len(self.frames) - 1))]
+        self.land(frame, arrives=fate != "lost", corrupt=fate == "corrupt")
+
+    @precondition(lambda self: self.p.engine.granted)
+    @rule(data=st.data(), num_tokens=st.integers(1, 30))
+    def step(self, data: st.DataObject, num_tokens: int) -> None:
+        self.compute(data.draw(st.sampled_from(sorted(self.p.engine.granted))), num_tokens)
+
+    @precondition(lambda self: self.d.engine.decoding)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        self.d.engine.finish(data.draw(st.sampled_from(sorted(self.d.engine.decoding))))
+        self.act(self.d, self.d.port.on_blocks_free(self.now))
+
+    @precondition(lambda self: self.num_requests)
+    @rule(data=st.data())
+    def router_aborts(self, data: st.DataObject) -> None:
+        self.abort(key_of(data.draw(st.integers(1, self.num_requests))))
+
+    @rule(seconds=st.floats(0.1, 6))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        for worker in (self.p, self.d):
+            deadline = worker.port.next_deadline()
+            if deadline is not None and deadline <= self.now:
+                self.act(worker, worker.port.on_deadline(self.now))
+                following = worker.port.next_deadline()
+                assert following is None or following > self.now, "a deadline in the past spins"
+
+    @rule(who=st.sampled_from("pd"))
+    def link_lost(self, who: str) -> None:
+        if who == "p":
+            self.act(self.p, self.p.port.on_link_lost(self.d.incarnation, "reset", self.now))
+        else:
+            self.act(self.d, self.d.port.on_link_lost(self.p.incarnation, "reset", self.now))
+
+    @rule(who=st.sampled_from("pd"), polite=st.booleans())
+    def crash(self, who: str, polite: bool) -> None:
+        """A worker is killed and starts anew; what its former life said is still on the wire."""
+        self.num_lives += 1
+        if who == "p":
+            for frame in [f for f in self.frames if f.source is self.p]:
+                self.land_dead(frame)
+            former, self.p = self.p.incarnation, Prefill(f"P{self.num_lives}")
+            self.act(self.p, self.p.port.on_peers((worker_info(self.d.incarnation),), self.now))
+            if polite:
+                self.act(self.d, self.d.port.on_link_lost(former, "killed", self.now))
+        else:
+            self.d = Decode(f"D{self.num_lives}")
+            self.act(self.p, self.p.port.on_peers((worker_info(self.d.incarnation),), self.now))
+
+    def land_dead(self, frame: Frame) -> None:
+        """A killed sender's frames: gone, or (they were in the kernel) still arriving, whole."""
+        self.frames.remove(frame)
+        if frame.index % 2:
+            block = self.d.writable.get(frame.transfer, {}).pop(frame.index, None)
+            if block is not None:
+                value = frame.source.memory[frame.block]
+                self.d.memory[block] = value
+                self.act(self.d, self.d.port.on_received(frame.transfer, {frame.index: value}, self.now))
+
+    # --- what always holds ------------------------------------------------------------------------
+
+    @invariant()
+    def blocks_are_conserved(self) -> None:  # I3
+        self.p.engine.check()
+        self.d.engine.check()
+
+    @invariant()
+    def no_source_is_given_away(self) -> None:  # I4
+        for frame in self.frames:
+            if frame.source is self.p:
+                holder = self.p.engine.granted[frame.transfer.key]
+                assert holder.blocks[frame.index] == frame.block
+                assert self.p.memory[frame.block] == content(frame.transfer.key, frame.index)
+
+    @invariant()
+    def no_target_is_given_away(self) -> None:  # I5
+        for transfer, blocks in self.d.writable.items():
+            if blocks:
+                assert set(blocks.values()) <= set(self.d.engine.reserved[transfer.key].blocks)
+
+    @invariant()
+    def nobody_decodes_from_a_wrong_cache(self) -> None:
+        for key, (request, how) in self.d.engine.decoding.items():
+            if how == "adopted":
+                for index in range(LAYOUT.num_blocks_for(request.num_context)):
+                    assert self.d.memory[request.blocks[index]] == content(key, index)
+
+    @invariant()
+    def every_transfer_is_open_or_has_ended_once(self) -> None:
+        for port in (self.p.port, self.d.port):
+            ended = sum(port.counters[end.value] for end in ENDS)
+            assert port.counters["offered"] == ended + sum(not s.ended for s in port._sessions.values())
+
+    def teardown(self) -> None:
+        """The wire is whole again, the engines work, time passes: everything must end by itself."""
+        if not hasattr(self, "p"):
+            return
+        for _ in range(2000):
+            while self.wire or self.frames:
+                if self.wire:
+                    self.hear(self.wire.pop(0))
+                if self.frames:
+                    self.land(self.frames[0])
+            for key in list(self.p.engine.granted):
+                self.compute(key, 100)
+            for key in list(self.d.engine.decoding):
+                self.d.engine.finish(key)
+                self.act(self.d, self.d.port.on_blocks_free(self.now))
+            if self.wire or self.frames:
+                continue
+            deadlines = [d for w in (self.p, self.d) if (d := w.port.next_deadline()) is not None]
+            if not deadlines:
+                break
+            self.now = max(self.now, min(deadlines))
+            for worker in (self.p, self.d):
+                self.act(worker, worker.port.on_deadline(self.now))
+        for worker in (self.p, self.d):
+            assert worker.port.next_deadline() is None
+            assert worker.port.num_open() == 0, (worker.port._sessions, self.now)
+            assert not worker.port._sessions
+            assert not worker.port._by_key
+            assert sorted(worker.engine.free) == list(range(worker.engine.num_blocks)), worker.incarnation
+        assert not self.d.port._waiting
+        assert not self.p.engine.waiting, "a request without an end"
+
+
+HandOver.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestHandOver = HandOver.TestCase
+
+
+def test_the_machine_reaches_every_end() -> None:
+    """The machine is no proof if it only ever sees failures: the plain way ends with an adoption."""
+    machine = HandOver()
+    machine.start()
+    while machine.wire:
+        machine.deliver_in_order()
+    machine.submit(num_tokens=10, max_tokens=4)
+    try:
+        machine.teardown()
+    except ProtocolError as e:  # pragma: no cover
+        raise AssertionError("correct peers, and yet") from e
+    assert machine.p.port.counters["done"] == machine.d.port.counters["done"] == 1
+    assert not machine.failed

@@ -1,0 +1,440 @@
+"""The send port: events in, actions out, and the books of a fake engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton.engine.request import Ended
+from baton.errors import ProtocolError
+from baton.ports import Action, CancelTransfer, ConnectPeer, DropLink, ShipBlocks, ToPeer, ToRouter
+from baton.protocol import AttemptFailed, HandoffDone, HandoffRefused, Replace, TransferId
+from kv_transfer.messages import (
+    AbortTransfer,
+    Accept,
+    Ack,
+    Commit,
+    Data,
+    Hello,
+    HelloRefused,
+    Nack,
+    Offer,
+    Refuse,
+    Welcome,
+)
+from prefill_worker.send_port import SendPort
+from tests.fakes_transfer import LAYOUT, FakeEngine, key_of, submit_of, transfer_of, worker_info
+
+LEASE = 30.0
+T1 = transfer_of(1)
+
+
+class Rig:
+    def __init__(self, max_unacked_blocks: int = 64, num_blocks: int = 32, welcome: bool = True):
+        self.engine = FakeEngine(num_blocks)
+        self.port = SendPort(
+            worker_id="prefill-0",
+            incarnation="P1",
+            fingerprint="f",
+            layout=LAYOUT,
+            engine=self.engine,
+            lease_s=LEASE,
+            max_unacked_blocks=max_unacked_blocks,
+        )
+        self.now = 0.0
+        self.port.on_peers((worker_info(),), 0.0)
+        if welcome:
+            self.hear(Welcome("decode-0", "D1"))
+
+    def hear(self, message: Any, peer: str = "D1") -> list[Action]:
+        return self.port.on_message(peer, message, self.now)
+
+    def offer(self, number: int = 1, **changes: Any) -> list[Action]:
+        submit = submit_of(number, **changes)
+        self.engine.submit(submit)
+        return self.port.offer(submit, self.now)
+
+    def compute(self, number: int = 1, num_tokens: int = 100) -> list[Action]:
+        actions: list[Action] = []
+        for effect in self.engine.compute(key_of(number), num_tokens):
+            hook = self.port.on_chunk if type(effect).__name__ == "ChunkDone" else self.port.on_prompt_done
+            actions += hook(effect, self.now)  # type: ignore[arg-type]
+        return actions
+
+    def shipped(self, actions: list[Action]) -> list[Action]:
+        """Hash (checksum = 100 + index) and ship what was asked for."""
+        return [
+            following
+            for action in actions
+            if isinstance(action, ShipBlocks)
+            for following in self.port.on_shipped(action.transfer, (), {i: 100 + i for i, _ in action.blocks}, self.now)
+        ]
+
+    def sent(self, *indices: int, transfer: TransferId = T1) -> list[Action]:
+        return self.port.on_sent(transfer, indices, self.now)
+
+    def committed(self, number: int = 1) -> None:
+        """A transfer of three blocks, all shipped, none reported sent."""
+        self.offer(number)
+        self.hear(Accept(transfer_of(number)))
+        self.shipped(self.compute(number))
+
+    def at(self, now: float) -> list[Action]:
+        self.now = now
+        return self.port.on_deadline(now)
+
+
+def said(actions: list[Action], kind: type) -> list[Any]:
+    return [a.message for a in actions if isinstance(a, ToPeer | ToRouter) and isinstance(a.message, kind)]
+
+
+def test_handshake_comes_before_offers() -> None:
+    rig = Rig(welcome=False)
+    assert rig.offer() == []
+    actions = rig.hear(Welcome("decode-0", "D1"))
+    (offer,) = said(actions, Offer)
+    assert (offer.transfer, offer.prompt) == (T1, tuple(range(10)))
+    assert rig.hear(Welcome("decode-0", "D1")) == []
+
+
+def test_peers_are_greeted_once_and_again_after_a_silence() -> None:
+    rig = Rig(welcome=False)
+    assert rig.port.on_peers((worker_info(),), 1.0) == []
+    actions = rig.port.on_peers((worker_info(), worker_info("D2", "decode-1"), worker_info("P1", "prefill-0")), 1.0)
+    hello = Hello(1, "prefill-0", "P1", "f", LAYOUT)
+    assert actions == [ConnectPeer(worker_info("D2", "decode-1")), ToPeer("D2", hello)]
+    assert rig.at(LEASE / 4) == [ToPeer("D1", hello)]
+
+
+@pytest.mark.parametrize(
+    "answer", [HelloRefused("decode-0", "block_size differs: 16 and 32"), Welcome("decode-0", "D2")]
+)
+def test_an_unfit_peer_refuses_all_offers(answer: Any) -> None:
+    rig = Rig(welcome=False)
+    rig.offer(1)
+    (refused,) = said(rig.hear(answer), HandoffRefused)
+    assert (refused.key, refused.decode) == (key_of(1), "decode-0")
+    assert "32" in refused.reason or "D2" in refused.reason
+    assert said(rig.offer(2), HandoffRefused)
+    assert rig.port.num_open() == 0
+    assert said(rig.port.replace(Replace(key_of(1), None), 1.0), Offer) == []
+    assert rig.engine.kept == [key_of(1)]
+
+
+def test_unknown_decode_worker_is_a_refusal() -> None:
+    (refused,) = said(Rig().offer(1, decode="decode-7"), HandoffRefused)
+    assert "decode-7" in refused.reason
+
+
+def test_the_whole_way() -> None:
+    rig = Rig()
+    rig.offer()
+    assert rig.hear(Accept(T1)) == []
+    assert list(rig.engine.granted) == [key_of(1)]
+    first = rig.compute(num_tokens=5)  # one full block of 4
+    assert [[i for i, _ in a.blocks] for a in first if isinstance(a, ShipBlocks)] == [[0]]
+    assert rig.shipped(first) == []
+    rest = rig.compute()
+    (commit,) = said(rig.shipped(rest), Commit)
+    assert commit == Commit(T1, 7, (100, 101, 102), True)
+    (done,) = said(rig.hear(Ack(T1)), HandoffDone)
+    assert (done.blocks, done.bytes) == (3, 3 * LAYOUT.block_bytes)
+    assert rig.engine.releases == [], "acked, but the transport may still read"
+    rig.sent(0, 1)
+    assert rig.engine.releases == []
+    rig.sent(2)
+    assert rig.engine.releases == [key_of(1)]
+    assert rig.port.num_open() == 0
+    assert rig.port.next_deadline() is None
+    assert rig.port.ledger() == []
+    assert rig.hear(Ack(T1)) == []
+    assert rig.sent(2) == []
+    rig.engine.check()
+
+
+def test_sent_before_ack_releases_at_the_ack() -> None:
+    rig = Rig()
+    rig.committed()
+    rig.sent(0, 1, 2)
+    assert rig.engine.releases == []
+    rig.hear(Ack(T1))
+    assert rig.engine.releases == [key_of(1)]
+
+
+def test_full_prefix_moves_nothing() -> None:
+    rig = Rig()
+    rig.offer()
+    rig.hear(Accept(T1, prefix_blocks=3))
+    actions = rig.compute()
+    assert said(actions, Commit) == [Commit(T1, 7, (0, 0, 0), True)]
+    (done,) = said(rig.hear(Ack(T1)), HandoffDone)
+    assert done.bytes == 0
+    assert rig.engine.releases == [key_of(1)]
+
+
+def test_pulling_transport_names_its_refs() -> None:
+    rig = Rig()
+    rig.offer()
+    rig.hear(Accept(T1))
+    (ship,) = [a for a in rig.compute() if isinstance(a, ShipBlocks)]
+    actions = rig.port.on_shipped(ship.transfer, (7, 8, 9), {0: 1, 1: 1, 2: 1}, 0.0)
+    assert said(actions, Data) == [Data(T1, (0, 1, 2), (7, 8, 9))]
+    assert said(actions, Commit)
+
+
+def test_refused_is_held_and_replaced() -> None:
+    rig = Rig()
+    rig.port.on_peers((worker_info(), worker_info("D2", "decode-1")), 0.0)
+    rig.hear(Welcome("decode-1", "D2"), peer="D2")
+    rig.offer()
+    (refused,) = said(rig.hear(Refuse(T1, "too large")), HandoffRefused)
+    assert refused.reason == "too large"
+    assert rig.port.next_deadline() is None, "the router's turn, and no blocks"
+    assert rig.hear(Refuse(T1, "too large")) == []
+    (offer,) = said(rig.port.replace(Replace(key_of(1), "decode-1"), 1.0), Offer)
+    assert offer.transfer.target == "D2"
+
+
+def test_replace_while_offered_withdraws_the_offer() -> None:
+    rig = Rig()
+    rig.offer()
+    assert rig.port.replace(Replace(key_of(1), "decode-0"), 0.0) == []
+    actions = rig.port.replace(Replace(key_of(1), None), 0.0)
+    assert said(actions, AbortTransfer)
+    assert rig.engine.kept == [key_of(1)]
+    # D's Accept crossed the withdrawal: it must not wait for its lease.
+    assert said(rig.hear(Accept(T1)), AbortTransfer)
+
+
+def test_replace_comes_too_late() -> None:
+    rig = Rig()
+    rig.offer()
+    rig.hear(Accept(T1))
+    assert rig.port.replace(Replace(key_of(1), None), 0.0) == []
+    assert rig.engine.kept == []
+
+
+@pytest.mark.parametrize("when", ["held", "greeting", "offered", "open", "shipping", "committed"])
+def test_engine_ends_the_request_in_every_state(when: str) -> None:
+    rig = Rig(welcome=when != "greeting")
+    rig.offer()
+    ships: list[Action] = []
+    if when == "held":
+        rig.hear(Refuse(T1, "no"))
+    if when in ("open", "shipping", "committed"):
+        rig.hear(Accept(T1))
+    if when in ("shipping", "committed"):
+        ships = rig.compute(num_tokens=5 if when == "shipping" else 100)
+        rig.shipped(ships)
+    (ended,) = rig.engine.abort(key_of(1), 0.0)
+    assert isinstance(ended, Ended)
+    actions = rig.port.on_ended(ended, 0.0)
+    assert bool(said(actions, AbortTransfer)) == (when != "held")
+    unsent = [i for a in ships if isinstance(a, ShipBlocks) for i, _ in a.blocks]
+    assert (CancelTransfer(T1) in actions) == bool(unsent)
+    assert bool(rig.engine.releases) == (when == "open")
+    rig.sent(*unsent)
+    assert rig.engine.releases == ([key_of(1)] if when in ("open", "shipping", "committed") else [])
+    assert rig.port.on_ended(ended, 0.0) == []
+    assert (rig.port.num_open(), rig.port.next_deadline()) == (0, None if when != "greeting" else LEASE / 4)
+    rig.engine.check()
+
+
+def test_decode_aborts_before_the_prompt_is_done() -> None:
+    rig = Rig()
+    rig.offer()
+    rig.hear(Accept(T1))
+    rig.shipped(rig.compute(num_tokens=5))
+    actions = rig.hear(AbortTransfer(T1, "aborted by the router"))
+    assert said(actions, AttemptFailed)[0].code == "transfer"
+    assert key_of(1) in rig.engine.ended
+    rig.sent(0)
+    assert rig.engine.releases == [key_of(1)]
+
+
+@pytest.mark.parametrize("recomputing", [True, False])
+def test_nack(recomputing: bool) -> None:
+    rig = Rig()
+    rig.committed()
+    rig.sent(0, 1, 2)
+    actions = rig.hear(Nack(T1, "checksum of block 0 differs", recomputing))
+    assert bool(said(actions, HandoffDone)) == recomputing
+    assert bool(said(actions, AttemptFailed)) != recomputing
+    assert rig.engine.releases == [key_of(1)]
+    assert rig.port.counters["failed"] == 1
+
+
+def test_cap_of_blocks_in_flight() -> None:
+    rig = Rig(max_unacked_blocks=4)
+    for number in (1, 2):
+        rig.offer(number)
+        rig.hear(Accept(transfer_of(number)))
+    first, second = rig.compute(1), rig.compute(2)
+    ship1, ship2 = ([a for a in actions if isinstance(a, ShipBlocks)] for actions in (first, second))
+    assert [len(s.blocks) for s in (*ship1, *ship2)] == [3, 1]
+    rig.shipped([*first, *second])
+    more = rig.sent(0)
+    assert [(a.transfer, [i for i, _ in a.blocks]) for a in more if isinstance(a, ShipBlocks)] == [
+        (transfer_of(2), [1])
+    ]
+    rig.shipped(more)
+    more = rig.sent(1, 2)
+    assert said(rig.shipped(more), Commit)
+
+
+def test_a_transfer_larger_than_the_cap_completes() -> None:
+    rig = Rig(max_unacked_blocks=1)
+    rig.offer()
+    rig.hear(Accept(T1))
+    actions = rig.compute()
+    for index in range(3):
+        following = rig.shipped(actions)
+        actions = rig.sent(index)
+    assert said(following, Commit)
+
+
+def test_silence_repeats_the_question() -> None:
+    rig = Rig()
+    rig.offer()
+    assert said(rig.at(LEASE / 4), Offer)
+    rig.hear(Accept(T1))
+    assert said(rig.at(LEASE / 2), Data) == [Data(T1, (), ())]
+    rig.shipped(rig.compute())
+    rig.sent(0, 1, 2)
+    assert said(rig.at(rig.now + LEASE / 4), Commit)
+    assert rig.port.counters["expired"] == 0
+
+
+def test_waiting_for_credit_and_for_ones_own_engine_has_no_lease() -> None:
+    rig = Rig()
+    rig.offer()
+    for tick in range(1, 40):
+        assert not said(rig.at(tick * LEASE / 4), AttemptFailed)
+    rig.hear(Accept(T1))
+    for tick in range(40, 80):
+        assert not said(rig.at(tick * LEASE / 4), AttemptFailed)
+
+
+def run_out(rig: Rig, until: float) -> list[Action]:
+    actions: list[Action] = []
+    while (deadline := rig.port.next_deadline()) is not None and deadline <= until:
+        actions += rig.at(deadline)
+    return actions
+
+
+def test_lease_with_unsent_blocks_drops_the_link_first() -> None:
+    rig = Rig()
+    rig.committed()
+    actions = run_out(rig, LEASE)
+    kinds = [type(a) for a in actions if not (isinstance(a, ToPeer) and isinstance(a.message, Commit))]
+    assert kinds == [DropLink, ConnectPeer, ToPeer, CancelTransfer, ToRouter]
+    assert said(actions, AttemptFailed)[0].code == "transfer"
+    assert rig.engine.releases == []
+    rig.sent(0, 1, 2)
+    assert rig.engine.releases == [key_of(1)]
+    assert rig.port.counters["expired"] == 1
+
+
+def test_lease_without_an_answer_to_the_commit() -> None:
+    rig = Rig()
+    rig.committed()
+    rig.sent(0, 1, 2)
+    actions = run_out(rig, LEASE)
+    assert not [a for a in actions if isinstance(a, DropLink)]
+    assert said(actions, AttemptFailed)
+    assert rig.engine.releases == [key_of(1)]
+
+
+def test_ended_but_never_sent_drops_the_link_after_a_lease() -> None:
+    rig = Rig()
+    rig.committed()
+    rig.hear(Ack(T1))
+    assert [type(a) for a in run_out(rig, LEASE)] == [DropLink, ConnectPeer]
+    assert rig.port.next_deadline() is None
+    rig.sent(0, 1, 2)
+    assert rig.engine.releases == [key_of(1)]
+
+
+def test_dropping_the_link_takes_other_transfers_with_it() -> None:
+    rig = Rig()
+    rig.committed(1)
+    rig.now = LEASE / 2
+    rig.committed(2)
+    rig.offer(3)
+    actions = run_out(rig, LEASE)
+    assert [m.key for m in said(actions, AttemptFailed)] == [key_of(1), key_of(2)]
+    assert (rig.port.counters["expired"], rig.port.counters["failed"]) == (1, 1)
+
+
+@pytest.mark.parametrize("when", ["greeting", "offered", "open", "shipping", "committed"])
+def test_peer_lost_in_every_state(when: str) -> None:
+    rig = Rig(welcome=when != "greeting")
+    rig.offer()
+    if when not in ("greeting", "offered"):
+        rig.hear(Accept(T1))
+    unsent: tuple[int, ...] = ()
+    if when == "shipping":
+        rig.shipped(rig.compute(num_tokens=5))
+        unsent = (0,)
+    if when == "committed":
+        rig.shipped(rig.compute())
+        unsent = (0, 1, 2)
+    actions = rig.port.on_peers((), 1.0)
+    assert actions[0] == DropLink("D1")
+    assert [m.code for m in said(actions, AttemptFailed)] == ["peer_lost"]
+    assert (key_of(1) in rig.engine.ended) == (when != "committed")
+    rig.sent(*unsent)
+    assert bool(rig.engine.releases) == (when not in ("greeting", "offered"))
+    assert (rig.port.num_open(), rig.port.next_deadline()) == (0, None)
+    assert said(rig.offer(2), HandoffRefused)
+
+
+def test_link_lost_ends_what_may_have_lost_blocks() -> None:
+    rig = Rig()
+    rig.committed(1)  # frames unsent
+    rig.committed(2)
+    rig.sent(0, 1, 2, transfer=transfer_of(2))  # all out: decode will answer, or the lease does
+    rig.offer(3)
+    rig.hear(Accept(transfer_of(3)))  # nothing shipped yet
+    actions = rig.port.on_link_lost("D1", "reset", 1.0)
+    assert [m.key for m in said(actions, AttemptFailed)] == [key_of(1)]
+    assert DropLink("D1") in actions
+    rig.sent(0, 1, 2)
+    assert rig.engine.releases == [key_of(1)]
+
+
+def test_former_lives_and_foreign_peers() -> None:
+    rig = Rig()
+    rig.offer()
+    assert rig.hear(Accept(transfer_of(1, source="P0"))) == []
+    assert rig.port.counters["stale"] == 1
+    with pytest.raises(ProtocolError, match="D1's"):
+        rig.hear(Accept(T1), peer="D9")
+    with pytest.raises(ProtocolError, match="ack"):
+        rig.hear(Ack(T1))
+    with pytest.raises(ProtocolError, match="not for a prefill worker"):
+        rig.hear(Commit(T1, 0, (), True))
+    assert not rig.engine.granted
+
+
+def test_duplicates_are_counted() -> None:
+    rig = Rig()
+    rig.offer()
+    rig.hear(Accept(T1))
+    assert rig.hear(Accept(T1)) == []
+    assert rig.engine.calls == [("grant", key_of(1))]
+    assert rig.port.counters["ignored"] == 1
+
+
+def test_prompt_done_after_the_transfer_ended_releases() -> None:
+    rig = Rig()
+    rig.offer()
+    rig.hear(Accept(T1))
+    effects = rig.engine.compute(key_of(1), 100)
+    rig.hear(AbortTransfer(T1, "no"))
+    assert rig.engine.releases == [key_of(1)]
+    for effect in effects:
+        hook = rig.port.on_chunk if type(effect).__name__ == "ChunkDone" else rig.port.on_prompt_done
+        assert hook(effect, 0.0) == []  # type: ignore[arg-type]
+    assert rig.engine.releases == [key_of(1)]
