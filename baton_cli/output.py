@@ -55,10 +55,10 @@ def status_data(status: Status) -> dict[str, Any]:
 
 
 def status_table(status: Status) -> Table:
-    """The workers of a cluster, one a row."""
+    """The workers of a cluster, one a row; `queue` is requests waiting + running."""
     table = Table(title=f"{status.name}: {status.model}")
-    for column in ("worker", "pool", "state", "node", "pid", "device", "blocks free / total", "waiting", "running"):
-        table.add_column(column)
+    for column in ("worker", "pool", "state", "node", "pid", "device", "free blocks", "queue"):
+        table.add_column(column, no_wrap=True)
     for w in status.workers:
         ids = ",".join(map(str, w.info.device_ids))
         kind = "GPU" if w.info.device.startswith("cuda") else "core"
@@ -68,10 +68,9 @@ def status_table(status: Status) -> Table:
             w.state,
             w.info.node,
             str(w.info.pid),
-            f"{w.info.device}, {kind} {ids}" if ids else w.info.device,
-            f"{w.load.blocks_free} / {w.load.blocks_total}",
-            str(w.load.num_waiting),
-            str(w.load.num_running),
+            f"{w.info.device} {kind} {ids}" if ids else w.info.device,
+            f"{w.load.blocks_free}/{w.load.blocks_total}",
+            f"{w.load.num_waiting}+{w.load.num_running}",
         )
     return table
 

@@ -116,7 +116,15 @@ class RayCluster(ClusterBase):
         self.address, back = self._get(self._router.start.remote(model_path, router_host))
         progress("loading the model")
         self.worker_infos = self._get(
-            [worker.start.remote(back, hosts[i], cores[i], transport) for i, worker in enumerate(self.workers.values())]
+            [
+                worker.start.remote(
+                    back,
+                    hosts[i],
+                    cores[i],
+                    resolve_transport(config.transfer.transport, one_process=False, host=hosts[i]),
+                )
+                for i, worker in enumerate(self.workers.values())
+            ]
         )
         self._get(self._router.wait_ready.remote(len(self._specs), config.start_timeout_s))
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,9 +28,9 @@ class RaySession:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Ray's coming default; without it every actor without GPUs prints a warning about the change.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        logging.getLogger("ray").setLevel(logging.ERROR)
         import ray  # here, because Ray reads its environment at import and takes a second
 
+        logging.getLogger("ray").setLevel(logging.ERROR)  # after the import, which sets a level of its own
         if ray.is_initialized():
             raise ClusterError("this process is connected to Ray already; Baton cannot share that connection")
         self.ray = ray
@@ -48,12 +50,17 @@ class RaySession:
             }
         else:
             options["address"] = config.address
+        # Ray's C++ side takes SIGTERM over and would print a stack and die where Baton ends in order.
+        on_terminate = signal.getsignal(signal.SIGTERM)
         try:
             info = ray.init(**options)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as e:
             where = config.address or "a new local cluster"
             first_line = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
             raise ClusterError(f"ray.address {where}: Ray cannot be reached: {first_line}") from e
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, on_terminate)
         self.address: str = info.address_info["gcs_address"]
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ class RequestBook:
     def parked(self) -> list[RoutedRequest]:
         return [r for r in self.by_id.values() if r.state is State.PARKED]
 
-    # --- what a request costs its workers -----------------------------------------------------------
+    # --- what a request costs its workers ---------------------------------------------------------
 
     def charge(self, request: RoutedRequest, prefill: WorkerView, decode: WorkerView) -> None:
         """A new attempt at these workers."""
@@ -94,7 +94,7 @@ class RequestBook:
             self._view.release_decode(request.decode, request.decode_charge)
             request.decode_charge = 0
 
-    # --- timers ---------------------------------------------------------------------------------------
+    # --- timers -----------------------------------------------------------------------------------
 
     def set_timer(self, request: RoutedRequest, at: float) -> None:
         self.timers[request.request_id] = at
@@ -113,7 +113,7 @@ class RequestBook:
         self.wake_at = min(self.timers.values(), default=math.inf)
         return due
 
-    # --- for tests ------------------------------------------------------------------------------------
+    # --- for tests --------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Assert that all indexes agree and that every worker is charged exactly for what is open on it."""

@@ -47,7 +47,7 @@ class Front:
         self._gone: dict[bytes, str] = {}
         """Clients found unreachable, whose requests have not been ended yet, and why."""
 
-    # --- in -----------------------------------------------------------------------------------------
+    # --- in ---------------------------------------------------------------------------------------
 
     def on_frames(self, peer: bytes, frames: list[bytes]) -> list[RouterAction]:
         """One message of a client. Whatever the bytes are, the answer is an event's actions or a Failed."""
@@ -89,7 +89,7 @@ class Front:
             peer, message.label, request_id, seed, prompt, message.sampling, now, received_at=received_at
         )
 
-    # --- out ----------------------------------------------------------------------------------------
+    # --- out --------------------------------------------------------------------------------------
 
     def on_action(self, action: NewTokens | RequestDone | RequestFailed) -> None:
         """Tell the client. `action.client` is its routing id."""

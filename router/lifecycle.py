@@ -186,7 +186,7 @@ class Lifecycle:
         self.records.add(request, "error", text)
         out.append(RequestFailed(request.client, request.label, request.request_id, code, text))
 
-    # --- who is told --------------------------------------------------------------------------------
+    # --- who is told ------------------------------------------------------------------------------
 
     def abort_attempt(self, request: RoutedRequest, out: Actions, *, reporter: WorkerView | None = None) -> None:
         """Tell the current attempt's workers to end it, save `reporter`, which has."""

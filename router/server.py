@@ -51,8 +51,8 @@ class RouterServer:
     """A router. `start`, `stop`, `wait_ready`, `status` and `explain` may be called from any thread.
 
     `text` replaces the tokenizer of `model_path` (for tests, or to share one). `back_host`: the address of
-    this machine at which workers reach it, where that is another than clients do (`router.host`). Without `fingerprint` the
-    first worker to join decides which model this cluster serves.
+    this machine at which workers reach it, where that is another than clients do (`router.host`). Without
+    `fingerprint` the first worker to join decides which model this cluster serves.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ def greedy(model: torch.nn.Module, prompt: list[int]) -> tuple[list[int], list[f
     for _ in range(NUM_NEW_TOKENS):  # each time all over: the reference uses no KV cache
         top = model(torch.tensor([prompt + output]), use_cache=False, logits_to_keep=1).logits[0, -1].topk(2)
         output.append(int(top.indices[0]))
-        margins.append(round(float(top.values[0] - top.values[1]), 5))
+        margins.append(round(float(top.values[0] - top.values[1]), 3))
     return output, margins
 
 

@@ -100,6 +100,8 @@ class HandOver(RuleBasedStateMachine):
         self.offered: set[RequestKey] = set()
         self.p, self.d = Prefill("P0"), Decode("D0")
         self.act(self.p, self.p.port.on_peers((worker_info("D0"),), self.now))
+        while self.wire:
+            self.hear(self.wire.pop(0))
 
     # --- the driver -------------------------------------------------------------------------------
 
@@ -188,7 +190,7 @@ class HandOver(RuleBasedStateMachine):
         self.act(self.p, self.p.port.offer(submit, self.now))
 
     @precondition(lambda self: self.wire)
-    @rule(data=st.data(), copies=st.integers(0, 2))
+    @rule(data=st.data(), copies=st.sampled_from([1, 1, 1, 1, 2, 2, 0]))
     def deliver(self, data: st.DataObject, copies: int) -> None:
         """Any message: lost (0), once, or twice, the second now or later."""
         item = self.wire.pop(data.draw(st.integers(0, len(self.wire) - 1)))
@@ -198,12 +200,14 @@ class HandOver(RuleBasedStateMachine):
             self.hear(item)
 
     @precondition(lambda self: self.wire)
-    @rule()
-    def deliver_in_order(self) -> None:
-        self.hear(self.wire.pop(0))
+    @rule(count=st.integers(1, 8))
+    def deliver_in_order(self, count: int) -> None:
+        items, self.wire = self.wire[:count], self.wire[count:]
+        for item in items:
+            self.hear(item)
 
     @precondition(lambda self: self.frames)
-    @rule(data=st.data(), fate=st.sampled_from(["arrives", "arrives", "arrives", "lost", "corrupt"]))
+    @rule(data=st.data(), fate=st.sampled_from(["arrives"] * 6 + ["lost", "corrupt"]))
     def frame(self, data: st.DataObject, fate: str) -> None:
         frame = self.frames[data.draw(st.integers(0, len(self.frames) - 1))]
         self.land(frame, arrives=fate != "lost", corrupt=fate == "corrupt")
@@ -234,6 +238,7 @@ class HandOver(RuleBasedStateMachine):
                 following = worker.port.next_deadline()
                 assert following is None or following > self.now, "a deadline in the past spins"
 
+    @precondition(lambda self: self.num_requests)
     @rule(who=st.sampled_from("pd"))
     def link_lost(self, who: str) -> None:
         if who == "p":
@@ -241,6 +246,7 @@ class HandOver(RuleBasedStateMachine):
         else:
             self.act(self.d, self.d.port.on_link_lost(self.p.incarnation, "reset", self.now))
 
+    @precondition(lambda self: self.num_requests)
     @rule(who=st.sampled_from("pd"), polite=st.booleans())
     def crash(self, who: str, polite: bool) -> None:
         """A worker is killed and starts anew; what its former life said is still on the wire."""
@@ -341,8 +347,6 @@ def test_the_machine_reaches_every_end() -> None:
     """The machine is no proof if it only ever sees failures: the plain way ends with an adoption."""
     machine = HandOver()
     machine.start()
-    while machine.wire:
-        machine.deliver_in_order()
     machine.submit(num_tokens=10, max_tokens=4)
     try:
         machine.teardown()

@@ -38,7 +38,10 @@ def test_the_first_sighting_counts() -> None:
     assert RequestTimeline().residual(1.0) is None
 
 
-@given(st.sets(st.sampled_from(sorted(set(Mark) - {Mark.RECEIVED, Mark.FINISHED}))), st.lists(st.floats(0, 10), min_size=10, max_size=10))
+@given(
+    st.sets(st.sampled_from(sorted(set(Mark) - {Mark.RECEIVED, Mark.FINISHED}))),
+    st.lists(st.floats(0, 10), min_size=10, max_size=10),
+)
 def test_stages_sum_to_the_whole(marks: set[Mark], gaps: list[float]) -> None:
     timeline, at = RequestTimeline(), 0.0
     for mark, gap in zip(Mark, gaps, strict=True):

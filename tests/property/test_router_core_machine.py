@@ -1,0 +1,344 @@
+"""RouterCore against fake workers that answer, refuse, fail, die, fall silent, duplicate and reorder.
+
+I1: every accepted request ends exactly once. I2: every token index reaches the client exactly once,
+in order. Each token's value is a function of request and index, so that a token of a wrong place shows.
+At the end everything comes back to life and runs dry: nothing may be left, in the core or on a worker.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from baton.protocol import (
+    Abort,
+    AttemptFailed,
+    FinishReason,
+    HandoffDone,
+    HandoffRefused,
+    Heartbeat,
+    Replace,
+    RequestKey,
+    SamplingParams,
+    Submit,
+    TokenOut,
+    Tokens,
+)
+from router.actions import NewTokens, RequestDone, RequestFailed, RouterAction, SendWorker
+from router.core import RouterCore
+from tests.fakes_router import config_of, join, worker
+
+CONFIG = config_of(router__max_attempts=4, router__max_requests=6)
+SHAPES = (("p0", "d0"), ("p0", "p1", "d0", "d1"), ("b0",), ("b0", "b1"), ("p0", "d0", "b0"))
+
+
+class Expected:
+    """What the client must get for one request, and has got."""
+
+    def __init__(self, number: int, max_tokens: int, stop_at: int):
+        self.number = number
+        self.total = min(max_tokens, stop_at + 1)
+        self.last: FinishReason = "stop" if stop_at < max_tokens else "length"
+        self.got: list[int] = []
+        self.ended: str | None = None
+
+    def token(self, index: int) -> int:
+        return self.number * 100 + index
+
+    def finish(self, index: int) -> FinishReason | None:
+        return self.last if index == self.total - 1 else None
+
+
+class FakeWorker:
+    """A worker's part of the protocol without an engine: what it holds, what it was told, what it will say."""
+
+    def __init__(self, worker_id: str):
+        self.worker_id = worker_id
+        self.life = 0
+        self.alive = False
+        self.inbox: deque[Any] = deque()
+        self.outbox: deque[Any] = deque()
+        self.said: list[Any] = []
+        self.prefills: dict[RequestKey, Submit] = {}
+        """Attempts whose first token is not sampled yet."""
+        self.handing: dict[RequestKey, Submit] = {}
+        """First token sampled, decode has not acknowledged."""
+        self.decodes: dict[RequestKey, int] = {}
+        """Attempts and the index of their next token; -1: only reserved."""
+
+    @property
+    def incarnation(self) -> str:
+        return f"{self.worker_id}#{self.life}"
+
+    def clear(self) -> None:
+        for part in (self.inbox, self.outbox, self.said, self.prefills, self.handing, self.decodes):
+            part.clear()
+
+
+class Cluster(RuleBasedStateMachine):
+    @initialize(shape=st.sampled_from(SHAPES))
+    def build(self, shape: tuple[str, ...]) -> None:
+        self.core = RouterCore(CONFIG, router_incarnation="r")
+        self.now = 0.0
+        self.workers = {worker_id: FakeWorker(worker_id) for worker_id in shape}
+        self.requests: dict[str, Expected] = {}
+        for fake in self.workers.values():
+            self.start(fake)
+
+    # --- what the router says ---------------------------------------------------------------------
+
+    def do(self, actions: list[RouterAction]) -> None:
+        for action in actions:
+            match action:
+                case SendWorker():
+                    fake = self.workers[action.worker_id]
+                    if fake.alive and fake.incarnation == action.incarnation:
+                        fake.inbox.append(action.message)
+                case NewTokens():
+                    expected = self.requests[action.request_id]
+                    assert expected.ended is None, "tokens after the end"
+                    expected.got.extend(action.tokens)
+                    assert expected.got == [expected.token(i) for i in range(len(expected.got))], "I2"
+                case RequestDone():
+                    expected = self.requests[action.request_id]
+                    assert expected.ended is None, "I1: ended twice"
+                    expected.ended = action.finish_reason
+                    assert action.usage.completion_tokens == len(expected.got)
+                    if action.finish_reason != "abort":
+                        assert (action.finish_reason, len(expected.got)) == (expected.last, expected.total)
+                case RequestFailed():
+                    expected = self.requests[action.request_id]
+                    assert expected.ended is None, "I1: ended twice"
+                    expected.ended = action.code
+
+    # --- workers ----------------------------------------------------------------------------------
+
+    def start(self, fake: FakeWorker) -> None:
+        fake.clear()
+        fake.life += 1
+        fake.alive = True
+        self.do(self.core.on_join(join(worker(fake.worker_id, life=fake.life)), self.now))
+
+    def listen(self, fake: FakeWorker) -> None:
+        """Read all that the router sent."""
+        while fake.inbox:
+            message = fake.inbox.popleft()
+            if isinstance(message, Submit):
+                fake.prefills[message.key] = message
+                self.reserve(message)
+            elif isinstance(message, Replace) and message.key in fake.prefills:
+                submit = fake.prefills[message.key]
+                again = Submit(submit.key, submit.prompt, submit.sampling, submit.prior, message.decode)
+                fake.prefills[message.key] = again
+                self.reserve(again)
+            elif isinstance(message, Abort):
+                self.drop(fake, message.key)
+                fake.decodes.pop(message.key, None)
+
+    def reserve(self, submit: Submit) -> None:
+        if submit.decode is not None and self.workers[submit.decode].alive and self.remaining(submit) > 1:
+            self.workers[submit.decode].decodes.setdefault(submit.key, -1)
+
+    def drop(self, fake: FakeWorker, key: RequestKey) -> None:
+        """The prefill part ends without a hand-over; decode learns of it as from a peer."""
+        submit = fake.prefills.pop(key, None) or fake.handing.pop(key, None)
+        if submit is not None and submit.decode is not None and self.workers[submit.decode].decodes.get(key) == -1:
+            del self.workers[submit.decode].decodes[key]
+
+    def remaining(self, submit: Submit) -> int:
+        return submit.sampling.max_tokens - len(submit.prior)
+
+    def say(self, fake: FakeWorker, key: RequestKey, index: int) -> FinishReason | None:
+        expected = self.requests[key.request_id]
+        finish = expected.finish(index)
+        token = TokenOut(key.request_id, key.attempt, 0, index, expected.token(index), finish)
+        fake.outbox.append(Tokens(fake.worker_id, fake.incarnation, (token,)))
+        return finish
+
+    def prefill(self, fake: FakeWorker, key: RequestKey) -> None:
+        submit = fake.prefills[key]
+        assert len(submit.prior) < self.requests[key.request_id].total, "nothing is left to sample"
+        finish = self.say(fake, key, len(submit.prior))
+        if finish is not None or self.remaining(submit) == 1:
+            self.drop(fake, key)
+        elif submit.decode is None:
+            del fake.prefills[key]
+            fake.decodes[key] = len(submit.prior) + 1
+        else:
+            fake.handing[key] = fake.prefills.pop(key)
+
+    def hand_over(self, fake: FakeWorker, key: RequestKey) -> None:
+        submit = fake.handing.pop(key)
+        assert submit.decode is not None
+        decode = self.workers[submit.decode]
+        if decode.alive and decode.decodes.get(key) == -1:
+            decode.decodes[key] = len(submit.prior) + 1
+            fake.outbox.append(HandoffDone(fake.worker_id, key, 1, 100))
+        else:
+            fake.outbox.append(AttemptFailed(fake.worker_id, key, "transfer", "decode does not know it"))
+
+    def decode(self, fake: FakeWorker, key: RequestKey) -> None:
+        index = fake.decodes[key]
+        fake.decodes[key] = index + 1
+        if self.say(fake, key, index) is not None:
+            del fake.decodes[key]
+
+    def kill(self, fake: FakeWorker) -> None:
+        for key in [*fake.prefills, *fake.handing]:
+            self.drop(fake, key)
+        fake.clear()
+        fake.alive = False
+
+    # --- rules --------------------------------------------------------------------------------------
+
+    def pick(self, data: st.DataObject, what: Any) -> Any:
+        found = [(w, k) for w in self.workers.values() if w.alive for k in what(w)]
+        return data.draw(st.sampled_from(found)) if found else (None, None)
+
+    @rule(max_tokens=st.integers(1, 6), stop_at=st.integers(0, 8), client=st.sampled_from([b"c", b"e"]))
+    def generate(self, max_tokens: int, stop_at: int, client: bytes) -> None:
+        number = len(self.requests)
+        request_id = f"r{number}"
+        self.requests[request_id] = Expected(number, max_tokens, stop_at)
+        sampling = SamplingParams(max_tokens=max_tokens)
+        self.do(self.core.on_generate(client, str(number), request_id, 1, (1, 2, 3), sampling, self.now))
+
+    @rule(data=st.data())
+    def hear_router(self, data: st.DataObject) -> None:
+        self.listen(data.draw(st.sampled_from(list(self.workers.values()))))
+
+    @rule(data=st.data(), times=st.integers(1, 3))
+    def step(self, data: st.DataObject, times: int) -> None:
+        for _ in range(times):
+            fake, key = self.pick(
+                data, lambda w: [*w.prefills, *w.handing, *(k for k, i in w.decodes.items() if i >= 0)]
+            )
+            if fake is not None:
+                self.advance(fake, key)
+
+    def advance(self, fake: FakeWorker, key: RequestKey) -> None:
+        if key in fake.prefills:
+            self.prefill(fake, key)
+        elif key in fake.handing:
+            self.hand_over(fake, key)
+        else:
+            self.decode(fake, key)
+
+    @rule(data=st.data())
+    def refuse(self, data: st.DataObject) -> None:
+        fake, key = self.pick(data, lambda w: [k for k, s in w.prefills.items() if s.decode is not None])
+        if fake is not None:
+            submit = fake.prefills[key]
+            self.workers[submit.decode].decodes.pop(key, None)
+            fake.outbox.append(HandoffRefused(fake.worker_id, key, submit.decode, "full"))
+
+    @rule(data=st.data(), code=st.sampled_from(["transfer", "peer_lost", "refused", "engine"]))
+    def fail(self, data: st.DataObject, code: str) -> None:
+        fake, key = self.pick(data, lambda w: [*w.prefills, *w.handing, *w.decodes])
+        if fake is not None:
+            self.drop(fake, key)
+            fake.decodes.pop(key, None)
+            fake.outbox.append(AttemptFailed(fake.worker_id, key, code, "made up"))
+
+    @rule(data=st.data(), times=st.integers(1, 4))
+    def deliver(self, data: st.DataObject, times: int) -> None:
+        """From any worker: messages of one worker keep their order, those of several do not."""
+        for _ in range(times):
+            talking = [w for w in self.workers.values() if w.outbox]
+            if talking:
+                self.hand_in(data.draw(st.sampled_from(talking)))
+
+    def hand_in(self, fake: FakeWorker) -> None:
+        message = fake.outbox.popleft()
+        fake.said.append(message)
+        self.do(self.core.on_worker_message(fake.incarnation, message, self.now))
+
+    @rule(data=st.data())
+    def duplicate(self, data: st.DataObject) -> None:
+        fake, message = self.pick(data, lambda w: [m for m in w.said if isinstance(m, Tokens)])
+        if fake is not None:
+            self.do(self.core.on_worker_message(fake.incarnation, message, self.now))
+
+    @rule(data=st.data(), noticed=st.booleans())
+    def die(self, data: st.DataObject, noticed: bool) -> None:
+        fake = data.draw(st.sampled_from(list(self.workers.values())))
+        self.kill(fake)
+        if noticed:
+            self.do(self.core.on_worker_lost(fake.incarnation, "killed", self.now))
+
+    @rule(data=st.data())
+    def restart(self, data: st.DataObject) -> None:
+        fake = data.draw(st.sampled_from(list(self.workers.values())))
+        self.kill(fake)
+        self.start(fake)
+
+    @rule(data=st.data(), seconds=st.sampled_from([0.1, 0.3, 1.0, 2.5, 40.0]))
+    def time_passes(self, data: st.DataObject, seconds: float) -> None:
+        silent = data.draw(st.sets(st.sampled_from(list(self.workers))))
+        self.wait(seconds, silent)
+
+    def wait(self, seconds: float, silent: set[str]) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            deadline = self.core.next_deadline()
+            self.now = end if deadline is None else min(end, max(self.now, deadline))
+            for fake in self.workers.values():
+                if fake.alive and fake.worker_id not in silent:
+                    self.do(self.core.on_worker_message(fake.incarnation, Heartbeat(fake.incarnation), self.now))
+            before = self.now
+            self.do(self.core.on_deadline(self.now))
+            after = self.core.next_deadline()
+            assert after is None or after > before, "a deadline that stays due would make the driver spin"
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        label = str(data.draw(st.integers(0, len(self.requests) - 1)))
+        for client in (b"c", b"e"):
+            self.do(self.core.on_cancel(client, label, self.now))
+
+    @rule(client=st.sampled_from([b"c", b"e"]))
+    def client_goes(self, client: bytes) -> None:
+        self.do(self.core.on_client_gone(client, self.now))
+
+    @invariant()
+    def books_are_right(self) -> None:
+        self.core.check_integrity()
+        open_ones = sum(1 for e in self.requests.values() if e.ended is None)
+        assert open_ones == self.core.num_requests
+
+    def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        for fake in self.workers.values():
+            if not fake.alive:
+                self.start(fake)
+        for _ in range(200):
+            for fake in self.workers.values():
+                self.listen(fake)
+                for key in [*fake.prefills, *fake.handing, *(k for k, i in fake.decodes.items() if i >= 0)]:
+                    if key in fake.prefills or key in fake.handing or key in fake.decodes:
+                        self.advance(fake, key)
+                while fake.outbox:
+                    self.hand_in(fake)
+            if not self.core.num_requests and not any(self.held(w) for w in self.workers.values()):
+                break
+            self.wait(0.4, set())
+            self.core.check_integrity()
+        assert not self.core.num_requests, "requests that never end"
+        assert all(e.ended for e in self.requests.values())
+        assert {w.worker_id: self.held(w) for w in self.workers.values() if self.held(w)} == {}, "blocks are still held"
+        assert all(w.num_outstanding == 0 for w in self.core.view.workers.values())
+
+    def held(self, fake: FakeWorker) -> list[RequestKey]:
+        return [*fake.prefills, *fake.handing, *fake.decodes]
+
+
+TestCluster = Cluster.TestCase
+TestCluster.settings = settings(
+    max_examples=120, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

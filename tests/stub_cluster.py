@@ -1,0 +1,156 @@
+"""A cluster with everything real but the model: threads, sockets, sessions, router and client.
+
+Its runners make tokens up and keep a trace of every computed position in the KV pool, which they check
+before each token: blocks that are lost, mixed up or reused too early fail the step (`step_failures`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace, TracebackType
+from typing import Any, Self
+
+import zmq
+
+import baton_cluster.build
+from baton.config import ClusterConfig, parse_config
+from baton.engine.request import EngineRequest, StepPlan
+from baton.layout import KVLayout
+from baton.protocol import RequestKey, SamplingParams
+from baton.worker import EngineWorker
+from baton_cluster.build import build_worker, worker_specs
+from kv_transfer.base import KVTransport
+from kv_transfer.registry import open_transport
+from router.client import RouterClient
+from router.server import RouterServer
+from tests.fakes import VOCAB, StubRunner, made_up_token
+from tests.fakes_router import LetterText
+from tests.fakes_transfer import FakePool
+
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, block_size=16, head_dim=4, dtype="float32")
+MAX_MODEL_LEN = 512
+WAIT_S = 20.0
+
+
+def expected_tokens(prompt: Sequence[int], num_tokens: int, seed: int = 0) -> list[int]:
+    """What an undisturbed run answers."""
+    sampling = SamplingParams(max_tokens=num_tokens, seed=seed)
+    request = EngineRequest(RequestKey("", 0), list(prompt), sampling)
+    for _ in range(num_tokens):
+        request.tokens.append(made_up_token(request))
+    return request.tokens[len(prompt) :]
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Return once `condition` holds; fail after WAIT_S."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {WAIT_S} s: {what}"
+        time.sleep(0.005)
+
+
+class RecordingRunner(StubRunner):
+    """A StubRunner that remembers what went wrong, and takes `step_s(plan)` seconds for a step."""
+
+    def __init__(self, memory: FakePool, step_s: Callable[[StepPlan], float]):
+        super().__init__(memory=memory, block_size=LAYOUT.block_size)
+        self.failures: list[BaseException] = []
+        self._step_s = step_s
+
+    def run(self, plan: StepPlan) -> list[int | None]:
+        time.sleep(self._step_s(plan))
+        try:
+            return super().run(plan)
+        except BaseException as e:
+            self.failures.append(e)
+            raise
+
+    def set_num_threads(self, num_threads: int) -> None:
+        """Nothing to compute with."""
+
+
+class StubCluster:
+    """`pools` as in cluster.yaml. `wrap(worker_id, transport)` may put a faulty transport in between."""
+
+    def __init__(
+        self,
+        pools: dict[str, Any],
+        *,
+        transport: str = "inproc",
+        step_s: Callable[[str, StepPlan], float] = lambda worker_id, plan: 0.0,
+        wrap: Callable[[str, KVTransport], KVTransport] = lambda worker_id, transport: transport,
+        **sections: Any,
+    ):
+        tree = {"launcher": "local", "pools": pools, "liveness": {"heartbeat_s": 0.2, "timeout_s": 10}, **sections}
+        self.config: ClusterConfig = parse_config(tree)
+        self.context: zmq.Context[Any] = zmq.Context()
+        text: Any = LetterText()
+        text.vocab_size = VOCAB
+        self.router = RouterServer(self.config, text=text)
+        self.address, self.back = self.router.start()
+        self.workers: dict[str, EngineWorker] = {}
+        self.runners: dict[str, RecordingRunner] = {}
+        self.pools: dict[str, FakePool] = {}
+        self.transports: dict[str, KVTransport] = {}
+        try:
+            for spec in worker_specs(self.config):
+                self._add(spec, transport, step_s, wrap)
+            self.router.wait_ready(len(self.workers), WAIT_S)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _add(self, spec: Any, transport: str, step_s: Any, wrap: Any) -> None:
+        name = spec.worker_id
+        pool: Any = FakePool(self.config.pools[spec.pool].kv_blocks or 256, LAYOUT.block_bytes)
+        pool.layout = LAYOUT
+        runner = RecordingRunner(pool, lambda plan: step_s(name, plan))
+        built: Any = SimpleNamespace(
+            runner=runner,
+            kv_cache=pool,
+            spec=SimpleNamespace(eos_token_ids=()),
+            fingerprint="stub",
+            device="cpu",
+            max_model_len=MAX_MODEL_LEN,
+        )
+        original = baton_cluster.build.open_transport
+        baton_cluster.build.open_transport = lambda url: wrap(name, open_transport(url))
+        try:
+            worker = build_worker(
+                self.config, spec, built, router_address=self.back, context=self.context, transport=transport
+            )
+        finally:
+            baton_cluster.build.open_transport = original
+        self.workers[name], self.runners[name], self.pools[name] = worker, runner, pool
+        worker.start(WAIT_S)
+
+    def client(self) -> RouterClient:
+        return RouterClient(self.address)
+
+    def num_held_blocks(self) -> int:
+        return sum(worker.num_held_blocks() for worker in self.workers.values())
+
+    def step_failures(self) -> list[BaseException]:
+        return [failure for runner in self.runners.values() for failure in runner.failures]
+
+    def wait_ledger_zero(self) -> None:
+        """All requests have ended: no block may be held, on any worker."""
+        wait_until(
+            lambda: self.num_held_blocks() == 0,
+            f"no block held ({ {name: worker.core.engine.holders() for name, worker in self.workers.items()} })",
+        )
+
+    def stop(self) -> None:
+        self.router.stop()
+        for worker in self.workers.values():
+            worker.stop()
+        self.context.term()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

@@ -1,0 +1,213 @@
+"""Text in and out: prompts, chat templates, and streaming that adds up to one-shot decoding."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from baton.errors import InvalidRequestError, ModelError
+from baton.protocol import ChatMessage
+from router.text import MAX_HELD_TOKENS, REPLACEMENT, IncrementalDetokenizer, TokenizerText
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+    "<s>{{ m.role }}: {{ m.content }}<e>{% endfor %}{% if add_generation_prompt %}<s>assistant: {% endif %}"
+)
+SAMPLE = "Grüße, 世界! 👩‍🚀 naïve €5 \t\n  two  spaces"
+
+
+def byte_level() -> Any:
+    """A byte-level BPE tokenizer: any text encodes, and characters are split into bytes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        ["hello world, this is a test of the thing"] * 2,
+        trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "<e>"], initial_alphabet=alphabet),
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>", bos_token="<s>", chat_template=TEMPLATE)
+
+
+def byte_fallback() -> Any:
+    """Like Llama's: words begin with a mark that reads as a space, unknown characters fall back to bytes."""
+    words = ["<unk>", "<e>", *(f"<0x{i:02X}>" for i in range(256)), *"▁helowrd", "▁hello", "▁world"]
+    tokenizer = Tokenizer(models.BPE(dict(zip(words, range(len(words)), strict=True)), [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>", unk_token="<unk>")
+
+
+@pytest.fixture(scope="module")
+def text() -> TokenizerText:
+    return TokenizerText.from_tokenizer(byte_level())
+
+
+@pytest.fixture(scope="module")
+def fallback() -> TokenizerText:
+    return TokenizerText.from_tokenizer(byte_fallback())
+
+
+def stream(text: TokenizerText, pieces: Iterable[list[int]]) -> list[str]:
+    detokenizer = text.detokenizer()
+    return [*(detokenizer.push(piece) for piece in pieces), detokenizer.flush()]
+
+
+# --- streaming out ----------------------------------------------------------------------------------
+
+
+def test_token_by_token_adds_up_and_never_shows_half_a_character(text: TokenizerText) -> None:
+    ids = text.encode(SAMPLE)
+    assert len(ids) > len(SAMPLE)  # characters are split, or this would test nothing
+    parts = stream(text, ([i] for i in ids))
+    assert "".join(parts) == SAMPLE
+    assert not any(REPLACEMENT in part for part in parts)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 299), max_size=6), max_size=30))
+def test_any_tokens_in_any_pieces_add_up(pieces: list[list[int]]) -> None:
+    text = _shared()
+    ids = [i for piece in pieces for i in piece if i < text.vocab_size]
+    cut = [[i for i in piece if i < text.vocab_size] for piece in pieces]
+    assert "".join(stream(text, cut)) == text.decode(ids)
+
+
+_TEXT: list[TokenizerText] = []
+
+
+def _shared() -> TokenizerText:
+    if not _TEXT:
+        _TEXT.append(TokenizerText.from_tokenizer(byte_level()))
+    return _TEXT[0]
+
+
+def test_an_incomplete_character_is_held_back_and_flushed_at_the_end(text: TokenizerText) -> None:
+    ids = text.encode("a€")
+    detokenizer = text.detokenizer()
+    assert detokenizer.push(ids[:-1]) == ""
+    assert detokenizer.flush() == "a" + REPLACEMENT
+    assert detokenizer.flush() == ""
+
+
+def test_a_detokenizer_starts_anew_after_its_flush(text: TokenizerText) -> None:
+    detokenizer = text.detokenizer()
+    for _ in range(2):
+        assert detokenizer.push(text.encode("hello")) + detokenizer.flush() == "hello"
+
+
+def test_special_tokens_are_not_text(text: TokenizerText) -> None:
+    end = text.encode("<e>")
+    assert len(end) == 1
+    assert "".join(stream(text, [text.encode("hello"), end, text.encode(" world"), end])) == "hello world"
+
+
+def test_leading_spaces_and_bytes_of_a_fallback_tokenizer(fallback: TokenizerText) -> None:
+    hello, world = (fallback._tokenizer.convert_tokens_to_ids(t) for t in ("▁hello", "▁world"))
+    euro = [fallback._tokenizer.convert_tokens_to_ids(f"<0x{b:02X}>") for b in "€".encode()]
+    assert stream(fallback, [[hello], [world], *([b] for b in euro * 2), [world]]) == [
+        *("hello", " world", "", "", "€", "", "", "€", " world", ""),
+    ]
+
+
+def test_a_special_token_between_two_words_keeps_their_space(fallback: TokenizerText) -> None:
+    hello, world, end = (fallback._tokenizer.convert_tokens_to_ids(t) for t in ("▁hello", "▁world", "<e>"))
+    assert "".join(stream(fallback, [[hello], [end], [world]])) == "hello world"
+
+
+class CountingDecode:
+    def __init__(self, text: TokenizerText):
+        self.text = text
+        self.longest = 0
+
+    def __call__(self, ids: list[int]) -> str:
+        self.longest = max(self.longest, len(ids))
+        return self.text.decode(ids)
+
+
+@pytest.mark.parametrize("what", ["text", "undecodable", "special"])
+def test_the_window_stays_short_however_long_the_output(text: TokenizerText, what: str) -> None:
+    rng = random.Random(3)
+    continuation = text._tokenizer.convert_tokens_to_ids("Ģ")  # a byte 0x80..0xBF alone is no character
+    ids = {
+        "text": [rng.randrange(50, 299) for _ in range(2000)],
+        "undecodable": [continuation] * 2000,
+        "special": [0, 1] * 1000,
+    }[what]
+    decode = CountingDecode(text)
+    detokenizer = IncrementalDetokenizer(decode, text._special)
+    parts = [detokenizer.push([i]) for i in ids] + [detokenizer.flush()]
+    assert "".join(parts) == text.decode(ids)
+    assert decode.longest <= 2 * (MAX_HELD_TOKENS + 2)
+
+
+# --- prompts in ---------------------------------------------------------------------------------------
+
+
+def test_text_round_trips(text: TokenizerText) -> None:
+    assert text.decode(text.encode(SAMPLE)) == SAMPLE
+    assert text.encode("") == []
+    assert max(text.encode(SAMPLE)) < text.vocab_size
+
+
+def test_messages_go_through_the_template_up_to_the_answer(text: TokenizerText) -> None:
+    ids = text.encode_messages([ChatMessage("user", "hello")])
+    assert ids == text.encode("<s>user: hello<e><s>assistant: ")
+    assert ids[0] == text._tokenizer.bos_token_id
+
+
+def test_what_the_template_refuses_is_the_clients_error(text: TokenizerText) -> None:
+    with pytest.raises(InvalidRequestError, match="no system here") as e:
+        text.encode_messages([ChatMessage("system", "be brief")])
+    assert e.value.field == "messages"
+
+
+def test_a_model_without_a_template_takes_no_messages(fallback: TokenizerText) -> None:
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        fallback.encode_messages([ChatMessage("user", "hello")])
+
+
+def test_text_that_is_not_unicode_is_the_clients_error(text: TokenizerText) -> None:
+    with pytest.raises(InvalidRequestError, match="not valid text"):
+        text.encode("\ud800")
+
+
+# --- opening a model's folder ---------------------------------------------------------------------------
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="is not a folder"):
+        TokenizerText(tmp_path / "none")
+    with pytest.raises(ModelError, match="no usable tokenizer"):
+        TokenizerText(tmp_path)
+
+
+def test_a_saved_tokenizer_and_the_models_vocabulary(tmp_path: Path, text: TokenizerText) -> None:
+    byte_level().save_pretrained(tmp_path)
+    assert TokenizerText(tmp_path).vocab_size == text.vocab_size
+    (tmp_path / "config.json").write_text('{"vocab_size": 512, "model_type": "llama"}')
+    opened = TokenizerText(tmp_path)
+    assert opened.vocab_size == 512
+    assert opened.encode(SAMPLE) == text.encode(SAMPLE)
+    assert opened.encode_messages([ChatMessage("user", "a")]) == text.encode_messages([ChatMessage("user", "a")])
+
+
+def test_the_demo_model(demo_model: Path) -> None:
+    text = TokenizerText(demo_model)
+    ids = text.encode(SAMPLE)
+    parts = stream(text, ([i] for i in ids))
+    assert "".join(parts) == SAMPLE
+    assert not any(REPLACEMENT in part for part in parts)
+    chat = text.encode_messages([ChatMessage("user", "Hello!")])
+    assert text._tokenizer.decode(chat).endswith("<|im_start|>assistant\n")
+    assert text.decode(chat).endswith("assistant\n")
+    assert max(chat) < text.vocab_size
