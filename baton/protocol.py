@@ -109,15 +109,18 @@ class Join(_Message, frozen=True, tag=11):
     worker: WorkerInfo
     sent_at: float
     """Worker's own monotonic clock; echoed, for the clock offset."""
+    clock: str = ""
+    """`baton.clock.clock_id()` of the worker."""
 
 
 class Joined(_Message, frozen=True, tag=12):
-    """Router to worker. `offset = ((received_at - echo) + (sent_at - now)) / 2` (NTP's estimate)."""
+    """Router to worker. With another `clock`: `offset = ((received_at - echo) + (sent_at - now)) / 2` (NTP's)."""
 
     router_incarnation: Name
     echo: float
     received_at: float
     sent_at: float
+    clock: str = ""
 
 
 class JoinRefused(_Message, frozen=True, tag=13):

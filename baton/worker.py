@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import zmq
 
+from baton.clock import clock_id
 from baton.codec import Codec
 from baton.errors import ClusterError, JoinRefusedError, ProtocolError
 from baton.ports import Action, PeerEvent, PeerLinks, ToRouter
@@ -104,7 +105,7 @@ class EngineWorker:
         self._refusal: str | None = None
         self._failure: BaseException | None = None
         self._offset = 0.0
-        """Router's monotonic clock minus ours, measured at the first join."""
+        """Router's monotonic clock minus ours, measured at the first join; zero on the same machine."""
         self._router_seen = 0.0
         self._step_since: float | None = None
         self._threads = [
@@ -299,14 +300,15 @@ class EngineWorker:
                     self._handle(self.core.on_router_message, message)
 
     def _on_joined(self, message: Joined) -> None:
-        if self._router_incarnation is None and not self._joined.is_set():
+        same_clock = message.clock != "" and message.clock == clock_id()
+        if not same_clock and self._router_incarnation is None and not self._joined.is_set():
             now = time.monotonic()
             self._offset = ((message.received_at - message.echo) + (message.sent_at - now)) / 2
         self._router_incarnation = message.router_incarnation
         self._joined.set()
 
     def _send_join(self) -> None:
-        self._send_router(Join(PROTOCOL_VERSION, self.info, time.monotonic()))
+        self._send_router(Join(PROTOCOL_VERSION, self.info, time.monotonic(), clock_id()))
 
     def _beat(self, now: float) -> None:
         if self._router_incarnation is None:

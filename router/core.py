@@ -49,13 +49,16 @@ from router.view import ClusterView, WorkerView
 class RouterCore:
     """All requests of one router. Every `on_*` returns the actions it causes, in the order to do them."""
 
-    def __init__(self, config: ClusterConfig, *, router_incarnation: str, fingerprint: str | None = None):
+    def __init__(
+        self, config: ClusterConfig, *, router_incarnation: str, fingerprint: str | None = None, clock: str = ""
+    ):
         self.view = ClusterView()
         self.num_dropped = 0
         """Messages of former or unknown lives, or that contradict themselves."""
         self._config = config
         self._incarnation = router_incarnation
         self._policy = PlacementPolicy(config)
+        self._clock = clock
         self._membership = Membership(fingerprint)
         self._life = Lifecycle(config, self.view, self._policy)
         self._book = self._life.book
@@ -166,7 +169,7 @@ class RouterCore:
         former = self.view.get(info.worker_id)
         worker = self.view.join(info, now)
         self._expect(worker, now)
-        self._life.send(worker, Joined(self._incarnation, join.sent_at, now, now), out)
+        self._life.send(worker, Joined(self._incarnation, join.sent_at, now, now, self._clock), out)
         if worker.can_decode or (former is not None and former.can_decode):
             self._life.broadcast_peers(out)
         if worker.can_prefill and not worker.can_decode:
@@ -290,6 +293,7 @@ class RouterCore:
             return
         request.handed = True
         request.kv_bytes += message.bytes
+        request.timeline.merge(message.marks)
         if request.state is State.SETTLING:
             self._life.end(request, out)
 

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import zmq
 
+from baton.clock import clock_id
 from baton.config import ClusterConfig
 from baton.errors import ClusterError
 from baton.protocol import Status
@@ -74,7 +75,7 @@ class RouterServer:
         self._text = text
         self._config = config
         self._back_host = back_host or config.router.host
-        self._core = RouterCore(config, router_incarnation=self.incarnation, fingerprint=fingerprint)
+        self._core = RouterCore(config, router_incarnation=self.incarnation, fingerprint=fingerprint, clock=clock_id())
         self._calls: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._num_ready = 0

@@ -100,14 +100,13 @@ class FakeEngine:
     def compute(self, key: RequestKey, num_tokens: int) -> list[Effect]:
         """Advance a granted request, allocating as it goes; its first token (7) ends the prompt."""
         request = self.granted[key]
+        missing = -(-request.num_context // self.block_size) - len(request.blocks)
+        if missing > len(self.free):
+            return []
+        request.blocks += [self.free.pop() for _ in range(missing)]  # all or none, so that no two wait for each other
         request.num_computed = min(request.num_computed + num_tokens, request.num_context)
         done = request.num_computed == request.num_context
-        num_blocks = -(-request.num_computed // self.block_size)
-        while len(request.blocks) < num_blocks:
-            if not self.free:
-                request.num_computed = len(request.blocks) * self.block_size
-                return []
-            request.blocks.append(self.free.pop())
+        num_blocks = len(request.blocks)
         end = num_blocks if done else request.num_computed // self.block_size
         effects: list[Effect] = []
         if end > request.num_shipped_blocks:

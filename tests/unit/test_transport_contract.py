@@ -233,6 +233,6 @@ def test_registry_names_what_is_allowed() -> None:
 
 
 def test_zmq_says_why_it_cannot_listen() -> None:
-    with contextlib.closing(open_transport("zmq+tcp")) as transport:
-        with pytest.raises(ConfigError, match="cannot listen"):
-            open_transport(transport.address)
+    taken = open_transport("zmq+tcp")
+    with contextlib.closing(taken), pytest.raises(ConfigError, match="cannot listen"):
+        open_transport(taken.address)
