@@ -15,7 +15,7 @@ import msgspec
 import zmq
 
 from baton.config import parse_config
-from baton_cluster.build import WorkerSpec, build_worker
+from baton_cluster.specs import WorkerSpec
 
 
 class WorkerActor:
@@ -24,10 +24,11 @@ class WorkerActor:
     def __init__(self, config_tree: dict[str, Any], worker_id: str, pool: str):
         self._config = parse_config(config_tree)
         self._spec = WorkerSpec(worker_id, pool)
+        self._built: Any = None
         self._worker: Any = None
 
     def where(self) -> dict[str, Any]:
-        """The node and what this process may use there: before `start`, for the assignment of cores."""
+        """The node and what this process may use there: before `load`, for the assignment of cores."""
         import ray
 
         context = ray.get_runtime_context()
@@ -40,22 +41,27 @@ class WorkerActor:
             "pid": os.getpid(),
         }
 
-    def start(self, router_address: str, host: str, cores: tuple[int, ...], transport: str) -> dict[str, Any]:
-        """Load the model, build the worker, join the router. Returns the worker's description.
+    def load(self, cores: tuple[int, ...]) -> None:
+        """Load the model, while the router still starts. Raises what is wrong: ModelError, ConfigError."""
+        os.sched_setaffinity(0, cores)  # loading, too, stays off the other workers' cores
+        from baton.engine.runner import build_runner
 
-        Raises what is wrong (ModelError, ConfigError, JoinRefusedError, ...) to the launcher.
+        self._built = build_runner(self._config, self._config.pools[self._spec.pool])
+
+    def start(self, router_address: str, host: str, cores: tuple[int, ...], transport: str) -> dict[str, Any]:
+        """Build the worker and join the router, after `load`. Returns the worker's description.
+
+        Raises JoinRefusedError, or ClusterError where the router does not answer.
         """
         import ray
 
-        from baton.engine.runner import build_runner
+        from baton_cluster.build import build_worker
 
-        os.sched_setaffinity(0, cores)  # loading, too, stays off the other workers' cores
-        built = build_runner(self._config, self._config.pools[self._spec.pool])
         gpu_ids = tuple(int(gpu) for gpu in ray.get_gpu_ids())
         self._worker = build_worker(
             self._config,
             self._spec,
-            built,
+            self._built,
             router_address=router_address,
             context=zmq.Context(),
             transport=transport,

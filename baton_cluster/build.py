@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-import msgspec
 import zmq
 
 from baton.config import ClusterConfig
@@ -15,24 +14,11 @@ from baton.engine.runner import BuiltRunner
 from baton.protocol import WorkerInfo
 from baton.worker import EngineWorker
 from baton.worker_core import WorkerCore
+from baton_cluster.specs import WorkerSpec
 from decode_worker.worker import receive_port_for
 from kv_transfer.links import ZmqPeerLinks
 from kv_transfer.registry import open_transport
 from prefill_worker.worker import send_port_for
-
-
-class WorkerSpec(msgspec.Struct, frozen=True):
-    """One worker to be built: its stable name and the pool it belongs to."""
-
-    worker_id: str
-    pool: str
-
-
-def worker_specs(config: ClusterConfig) -> list[WorkerSpec]:
-    """All workers of a cluster, prefill pools first (`prefill-0`, `prefill-1`, `decode-0`, ...)."""
-    order = {"prefill": 0, "decode": 1, "both": 2}
-    pools = sorted(config.pools, key=lambda pool: order[config.role_of(pool)])
-    return [WorkerSpec(f"{pool}-{i}", pool) for pool in pools for i in range(config.pools[pool].workers)]
 
 
 def build_worker(

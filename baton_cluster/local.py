@@ -14,8 +14,9 @@ from baton.config import ClusterConfig
 from baton.engine.runner import build_runner
 from baton.engine.weights import resolve_model
 from baton.worker import EngineWorker
-from baton_cluster.build import build_worker, worker_specs
+from baton_cluster.build import build_worker
 from baton_cluster.cluster import ClusterBase, Progress, no_progress
+from baton_cluster.specs import worker_specs
 from kv_transfer.registry import resolve_transport
 from router.server import RouterServer
 

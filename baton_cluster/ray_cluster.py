@@ -16,10 +16,10 @@ from baton.config import ClusterConfig, PoolConfig, dump_config
 from baton.engine.weights import resolve_model
 from baton.errors import BatonError, ClusterError
 from baton_cluster.actors import RouterActor, WorkerActor
-from baton_cluster.build import worker_specs
 from baton_cluster.cluster import ClusterBase, Progress, no_progress
 from baton_cluster.cores import assign_cores
 from baton_cluster.ray_session import RaySession
+from baton_cluster.specs import worker_specs
 from kv_transfer.registry import resolve_transport
 
 STOP_TIMEOUT_S = 10.0
@@ -113,8 +113,10 @@ class RayCluster(ClusterBase):
         single_node = self._session.owned and len({place["node_id"] for place in places}) == 1
         router_host = LOOPBACK if single_node else self._get(self._router.node_ip.remote())
         hosts = [LOOPBACK if single_node else place["node_ip"] for place in places]
-        self.address, back = self._get(self._router.start.remote(model_path, router_host))
         progress("loading the model")
+        loads = [worker.load.remote(cores[i]) for i, worker in enumerate(self.workers.values())]
+        (self.address, back), *_ = self._get([self._router.start.remote(model_path, router_host), *loads])
+        progress("joining")
         self.worker_infos = self._get(
             [
                 worker.start.remote(

@@ -98,10 +98,10 @@ class ReceivePort:
         self._verify = verify
         self._pulls = pulls
         """The transport fetches what a `Data` names; else blocks are announced with the Accept."""
-        self._greeted: dict[str, str] = {}
-        """worker_id -> incarnation of prefill workers that were welcomed."""
-        self._former: set[str] = set()
-        """Former lives of prefill workers: nothing they said counts any more (I9)."""
+        self._greeted: set[str] = set()
+        """Incarnations of prefill workers that were welcomed."""
+        self._lives: dict[str, str] = {}
+        """worker_id -> the incarnation that introduced itself last."""
         self._sessions: dict[TransferId, RecvSession] = {}
         """Transfers that have not ended."""
         self._by_key: dict[RequestKey, RecvSession] = {}
@@ -146,19 +146,19 @@ class ReceivePort:
     def _on_hello(self, peer: str, hello: Hello, now: float) -> list[Action]:
         if hello.incarnation != peer:
             raise ProtocolError(f"worker {peer} introduces itself as incarnation {hello.incarnation}")
-        if peer in self._former:
-            self.counters["stale"] += 1
-            return []
         reason = self._unfit(hello)
         if reason is not None:
             self.counters["hello_refused"] += 1
             return [ToPeer(peer, HelloRefused(self._worker_id, reason))]
         actions: list[Action] = []
-        former = self._greeted.get(hello.worker_id)
-        if former is not None and former != peer:
-            self._former.add(former)
-            actions = self.on_link_lost(former, f"{hello.worker_id} was restarted as {peer}", now)
-        self._greeted[hello.worker_id] = peer
+        if peer not in self._greeted:
+            # A new life: the other one is over. Should this Hello be a late one of the dead life instead (names do
+            # not tell which is older), that costs the living one its open transfers, but it is not shut out.
+            former = self._lives.get(hello.worker_id)
+            if former is not None:
+                actions = self.on_link_lost(former, f"{hello.worker_id} was restarted as {peer}", now)
+            self._lives[hello.worker_id] = peer
+            self._greeted.add(peer)
         return [*actions, ToPeer(peer, Welcome(self._worker_id, self._incarnation))]
 
     def _unfit(self, hello: Hello) -> str | None:
@@ -185,10 +185,7 @@ class ReceivePort:
         if transfer in self._answers:
             self.counters["ignored"] += 1
             return [ToPeer(peer, self._answers[transfer])]
-        if peer in self._former:
-            self.counters["stale"] += 1
-            return []
-        if peer not in self._greeted.values():
+        if peer not in self._greeted:
             raise ProtocolError(f"worker {peer} makes an offer before its Hello")
         num_context = len(offer.prompt) + len(offer.prior)
         num_blocks = self._layout.num_blocks_for(num_context)

@@ -19,7 +19,8 @@ from baton.engine.request import EngineRequest, StepPlan
 from baton.layout import KVLayout
 from baton.protocol import RequestKey, SamplingParams
 from baton.worker import EngineWorker
-from baton_cluster.build import build_worker, worker_specs
+from baton_cluster.build import build_worker
+from baton_cluster.specs import worker_specs
 from kv_transfer.base import KVTransport
 from kv_transfer.registry import open_transport
 from router.client import RouterClient

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from baton.errors import ModelError
 from baton.layout import KVLayout
 
@@ -101,6 +99,8 @@ def resolve_dtype(name: str, device: str) -> str:
     """`auto` -> `bfloat16` where `device` computes it natively, else `float32`; other names as they are."""
     if name != "auto":
         return name
+    import torch
+
     if torch.device(device).type == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     # torch runs bfloat16 on every CPU, without these instructions far slower than float32. It has no public
@@ -125,6 +125,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _rope(config: Any, head_dim: int, path: Path) -> tuple[tuple[float, ...], float]:
+    import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = config.rope_parameters

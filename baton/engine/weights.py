@@ -11,15 +11,17 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
 from baton.engine.gguf_convert import converted
 from baton.engine.model_spec import read_json
 from baton.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch  # a launcher that only looks a model up shall not wait seconds for it
 
 Progress = Callable[[str], None]
 
@@ -120,6 +122,8 @@ def fingerprint(path: Path, dtype: str) -> str:
 
 
 def _sample(tensor: Any) -> bytes:
+    import torch
+
     shape = tensor.get_shape()
     rows = [tensor[0:1], tensor[shape[0] - 1 : shape[0]]] if shape and all(shape) else []
     sampled = b"".join(row.contiguous().view(torch.uint8).numpy().tobytes() for row in rows)

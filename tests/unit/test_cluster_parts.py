@@ -13,8 +13,8 @@ import pytest
 from baton.config import parse_config
 from baton.errors import ClusterError
 from baton_cluster import record
-from baton_cluster.build import worker_specs
 from baton_cluster.cores import assign_cores
+from baton_cluster.specs import worker_specs
 
 
 def test_cores_are_disjoint_while_they_last_and_shared_with_a_warning_after() -> None:

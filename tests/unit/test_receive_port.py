@@ -320,9 +320,15 @@ def test_a_restarted_peer_ends_its_former_life() -> None:
     actions = rig.hear(msgspec.structs.replace(HELLO, incarnation="P2"), peer="P2")
     assert said(actions, AttemptFailed)[0].code == "peer_lost"
     assert rig.engine.releases == [key_of(1)]
-    assert rig.hear(HELLO) == [], "what the former life said, late"
-    assert rig.offer(5) == []
-    assert rig.port.counters["stale"] == 2
+    rig.hear(Offer(transfer_of(6, source="P2"), (1, 2), (), SamplingParams(max_tokens=8)), peer="P2")
+    assert [type(a) for a in rig.hear(HELLO)] == [ToPeer], "said by the former life, late: ends nothing"
+    assert rig.port.num_open() == 1
+
+
+def test_a_hello_of_a_former_life_that_comes_after_the_new_ones_shuts_nobody_out() -> None:
+    rig = Rig()
+    rig.hear(msgspec.structs.replace(HELLO, incarnation="P0"), peer="P0")
+    assert said(rig.offer(), Accept)
 
 
 def test_messages_for_a_former_life_of_this_worker() -> None:
