@@ -6,7 +6,8 @@ Knows endpoints and socket options; must not know messages.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import zmq
 
@@ -18,6 +19,12 @@ BACK_HWM = 100_000
 HEARTBEAT_MS = 5_000
 """ZMTP heartbeats: they end half-open connections, which TCP alone may keep for hours."""
 MAX_MESSAGE_BYTES = 32 << 20
+
+
+# Plain ints: arithmetic on pyzmq's enums takes longer than the calls that they are for.
+_NOBLOCK = int(zmq.NOBLOCK)
+_NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_EVENTS, _RCVMORE, _POLLIN = int(zmq.EVENTS), int(zmq.RCVMORE), int(zmq.POLLIN)
 
 
 class Unreachable(Exception):
@@ -62,17 +69,22 @@ class RouterSocket:
 
     def received(self, limit: int) -> Iterator[tuple[bytes, list[bytes]]]:
         """Up to `limit` waiting messages, each with its sender's routing id; never waits."""
+        receive = self.socket.recv
+        option: Callable[[int], Any] = self.socket.getsockopt
         for _ in range(limit):
-            try:
-                peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            if not option(_EVENTS) & _POLLIN:  # asking costs a tenth of the exception that a vain try raises
                 return
+            peer = receive(_NOBLOCK)
+            frames = []
+            while option(_RCVMORE):
+                frames.append(receive(_NOBLOCK))
             yield peer, frames
 
     def send(self, peer: bytes, data: bytes) -> None:
         """Queue one message; raises Unreachable instead of waiting or dropping it."""
         try:
-            self.socket.send_multipart((peer, data), zmq.NOBLOCK)
+            self.socket.send(peer, _NOBLOCK_MORE)  # raises here or not at all: the rest of a message is never refused
+            self.socket.send(data, _NOBLOCK)
         except zmq.Again as e:
             raise Unreachable(stuck=True) from e
         except zmq.ZMQError as e:

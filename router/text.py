@@ -73,7 +73,10 @@ class IncrementalDetokenizer:
         """Text of the context."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        self._ids.extend(t for t in token_ids if t not in self._special)
+        if self._special.isdisjoint(token_ids):
+            self._ids.extend(token_ids)
+        else:
+            self._ids.extend(t for t in token_ids if t not in self._special)
         if len(self._ids) == self._context:
             return ""
         text = self._decode(self._ids)

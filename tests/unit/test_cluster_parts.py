@@ -41,7 +41,10 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def other_process(runtime: Path) -> subprocess.Popen[bytes]:
     """A living process that owns a cluster named `other`."""
-    code = "from baton_cluster.record import *; write_record('other', 'tcp://x', None); print(flush=True); import signal; signal.pause()"
+    code = (
+        "import signal; from baton_cluster.record import write_record; "
+        "write_record('other', 'tcp://x', None); print(flush=True); signal.pause()"
+    )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=dict(os.environ))
     assert process.stdout is not None
     process.stdout.readline()

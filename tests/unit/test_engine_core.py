@@ -280,7 +280,10 @@ def test_random_lives_conserve_blocks(seed: int) -> None:
                 reserved.add(key)
             case 3 if reserved:
                 other = reserved.pop()
-                draw.choice([lambda: core.adopt(other, 3, n), lambda: core.release(other, n)])()
+                if draw.random() < 0.5:
+                    core.adopt(other, 3, n)
+                else:
+                    core.release(other, n)
             case 4 if handed:
                 core.release(handed.pop(), n)
             case 5 if core.live():
