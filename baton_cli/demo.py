@@ -20,7 +20,7 @@ from rich.rule import Rule
 from baton.config import parse_config
 from baton.engine.weights import resolve_model
 from baton_cli.experiment import run_experiment
-from baton_cli.output import completion_data, out, status_data, status_table, timeline_table
+from baton_cli.output import completion_data, ms, out, status_data, status_table, timeline_table
 from baton_cluster.ray_cluster import RayCluster
 from baton_cluster.ray_session import RaySession
 from baton_experiments.placement import with_placement
@@ -96,7 +96,7 @@ def run_demo(json_path: Path | None, *, compare: bool) -> int:
                         records = run_experiment(
                             config,
                             placements=("colocated:2", "split:1+1"),
-                            rates=(0.5, 1.0),
+                            rates=(1.0, 2.0),
                             seeds=(0,),
                             num_requests=8,
                             prompt_tokens=(32, 96),
@@ -132,12 +132,12 @@ def _ask_aloud(cluster: RayCluster, question: str) -> Completion:
     with cluster.client() as client, client.stream(_chat(question), max_tokens=MAX_TOKENS) as stream:
         for delta in stream:
             out.out(delta.text, end="")
-        done = stream.completion
+        done = stream.result()
     out.out("")
     out.print(
         f"[dim]{done.usage.prompt_tokens} tokens in, {done.usage.completion_tokens} out; "
         f"{done.kv_bytes / 1e6:.1f} MB handed over from {done.prefill_worker} to {done.decode_worker}; "
-        f"first token after {done.ttft_s * 1e3:.0f} ms[/dim]"
+        f"first token after {ms(done.ttft_s)} ms[/dim]"
     )
     return done
 
@@ -148,7 +148,9 @@ def hugging_face_greedy(
     """Output tokens of transformers' own model in float32, greedy, one conversation after the other."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()
     torch.set_num_threads(os.cpu_count() or 1)
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)

@@ -140,7 +140,7 @@ def submit(
             for delta in stream:
                 if not as_json:
                     out.out(delta.text, end="")
-            done = stream.completion
+            done = stream.result()
     if as_json:
         print_json(completion_data(done))
         return

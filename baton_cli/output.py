@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -14,6 +15,11 @@ from router.client import Completion
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
+
+
+def ms(seconds: float | None) -> str:
+    """Milliseconds for people; `-` for a time there is none of."""
+    return "-" if seconds is None else f"{seconds * 1e3:.0f}"
 
 
 def print_json(data: Any) -> None:
@@ -56,7 +62,7 @@ def status_data(status: Status) -> dict[str, Any]:
 
 def status_table(status: Status) -> Table:
     """The workers of a cluster, one a row; `queue` is requests waiting + running."""
-    table = Table(title=f"{status.name}: {status.model}")
+    table = Table(title=f"{status.name}: {status.model}", box=box.SIMPLE_HEAD)
     for column in ("worker", "pool", "state", "node", "pid", "device", "free blocks", "queue"):
         table.add_column(column, no_wrap=True)
     for w in status.workers:
@@ -91,7 +97,7 @@ def completion_data(done: Completion) -> dict[str, Any]:
         "decode_worker": done.decode_worker,
         "attempts": done.attempts,
         "kv_bytes": done.kv_bytes,
-        "ttft_ms": done.ttft_s * 1e3,
+        "ttft_ms": None if done.ttft_s is None else done.ttft_s * 1e3,
         "latency_ms": done.latency_s * 1e3,
         "timeline": {
             "stages_ms": {str(stage): seconds * 1e3 for stage, seconds in done.timeline.stages().items()},
@@ -104,7 +110,8 @@ def timeline_table(done: Completion) -> Table:
     """Where the time of one request went, and what the client saw beyond it."""
     stages = done.timeline.stages()
     total = sum(stages.values()) or 1e-9
-    table = Table(title=f"request {done.request_id[:8]}: {done.prefill_worker} -> {done.decode_worker}", min_width=60)
+    title = f"request {done.request_id[:8]}: {done.prefill_worker} -> {done.decode_worker}"
+    table = Table(title=title, box=box.SIMPLE_HEAD, min_width=60)
     table.add_column("stage")
     table.add_column("ms", justify="right")
     table.add_column("", min_width=30)
@@ -113,7 +120,7 @@ def timeline_table(done: Completion) -> Table:
             share = stages[stage] / total
             table.add_row(stage.replace("_", " "), f"{stages[stage] * 1e3:.2f}", "█" * round(30 * share))
     table.add_row("all stages", f"{total * 1e3:.2f}", "", style="bold")
-    table.add_row("client's clock", f"{done.latency_s * 1e3:.2f}", f"first token after {done.ttft_s * 1e3:.1f} ms")
+    table.add_row("client's clock", f"{done.latency_s * 1e3:.2f}", f"first token after {ms(done.ttft_s)} ms")
     if done.residual_s is not None:
         table.add_row("residual", f"{done.residual_s * 1e3:.2f}", "message trips and the client's own work")
     return table

@@ -169,7 +169,7 @@ async def _run_point(
         else:
             times = done.token_times
             record.output_tokens = len(done.token_ids)
-            record.ttft_ms = done.ttft_s * 1e3
+            record.ttft_ms = None if done.ttft_s is None else done.ttft_s * 1e3
             record.latency_ms = done.latency_s * 1e3
             record.tbt_ms = [(b - a) * 1e3 for a, b in itertools.pairwise(times)]
             record.stages_ms = {str(stage): s * 1e3 for stage, s in done.timeline.stages().items()}

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from rich import box
 from rich.table import Table
 
 from baton_experiments.experiment import RequestRecord
@@ -68,12 +69,16 @@ def _throughput(records: list[RequestRecord]) -> float | None:
 
 def table(points: list[dict[str, Any]]) -> Table:
     """The summary for a terminal."""
-    result = Table(title="Split against colocated (milliseconds; TBT over all gaps between tokens)")
-    for column in ("rate /s", "placement", "requests", "TTFT p50", "p90", "p99", "max", "TBT p50", "p90", "p99", "max"):
-        result.add_column(column, justify="left" if column == "placement" else "right")
-    result.add_column("tokens/s", justify="right")
+    title = "TTFT per request and TBT over all gaps between tokens, in ms"
+    result = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    result.add_column("rate\n/s", justify="right")
+    result.add_column("\nplacement", no_wrap=True)
+    for name in ("TTFT", "TBT"):
+        for statistic in ("p50", "p90", "p99", "max"):
+            result.add_column(f"{name if statistic == 'p50' else ''}\n{statistic}", justify="right", no_wrap=True)
+    result.add_column("tokens\n/s", justify="right")
     for point in points:
-        cells = [f"{point['rate']:g}", point["placement"], str(point["requests"])]
+        cells = [f"{point['rate']:g}", point["placement"]]
         for name in ("ttft_ms", "tbt_ms"):
             values = point[name] or {}
             cells += [f"{values[key]:.0f}" if key in values else "-" for key in ("p50", "p90", "p99", "max")]

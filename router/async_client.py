@@ -39,6 +39,7 @@ from router.completion import Collector, Completion, Prompt, StreamDelta, build_
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 10.0
 LINGER_MS = 200
+LEFT_EARLY = "this stream was left before its end, which cancelled its request; start a new one"
 GRACE_S = 0.05
 """After the connection ends: messages that came before it may still lie in the socket."""
 
@@ -63,6 +64,7 @@ class AsyncStream:
 
     def __init__(self, client: AsyncRouterClient, label: str, timeout: float | None):
         self.completion: Completion | None = None
+        self._abandoned = False
         self._client = client
         self._label = label
         self._timeout = timeout
@@ -70,6 +72,8 @@ class AsyncStream:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
 
     async def __aiter__(self) -> AsyncIterator[StreamDelta]:
+        if self._abandoned:
+            raise RequestFailedError(LEFT_EARLY)
         try:
             while self.completion is None:
                 event = await self._next()
@@ -80,8 +84,7 @@ class AsyncStream:
                 else:
                     raise event
         finally:
-            if self.completion is None:
-                self._client._abandon(self._label)
+            self._abandon()
 
     async def _next(self) -> Event:
         if self._give_up_at is None or not self._events.empty():
@@ -107,7 +110,11 @@ class AsyncStream:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._abandon()
+
+    def _abandon(self) -> None:
         if self.completion is None:
+            self._abandoned = True
             self._client._abandon(self._label)
 
 

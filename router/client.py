@@ -15,7 +15,14 @@ from typing import Any, TypeVar
 
 from baton.errors import ClusterError, RequestFailedError
 from baton.protocol import Status
-from router.async_client import CONNECT_TIMEOUT_S, SILENCE_TIMEOUT_S, AsyncRouterClient, AsyncStream, Event
+from router.async_client import (
+    CONNECT_TIMEOUT_S,
+    LEFT_EARLY,
+    SILENCE_TIMEOUT_S,
+    AsyncRouterClient,
+    AsyncStream,
+    Event,
+)
 from router.completion import Completion, Prompt, StreamDelta, build_generate
 
 __all__ = ["AsyncRouterClient", "AsyncStream", "Completion", "Prompt", "RouterClient", "Stream", "StreamDelta"]
@@ -31,6 +38,7 @@ class Stream:
 
     def __init__(self, client: RouterClient, label: str, timeout: float | None):
         self.completion: Completion | None = None
+        self._abandoned = False
         self._client = client
         self._label = label
         self._timeout = timeout
@@ -38,6 +46,8 @@ class Stream:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
     def __iter__(self) -> Iterator[StreamDelta]:
+        if self._abandoned:
+            raise RequestFailedError(LEFT_EARLY)
         try:
             while self.completion is None:
                 event = self._next()
@@ -77,6 +87,7 @@ class Stream:
 
     def _abandon(self) -> None:
         if self.completion is None:
+            self._abandoned = True
             self._client._post(self._client._async._abandon, self._label)
 
 
