@@ -111,6 +111,8 @@ class RouterConfig(_Section, frozen=True):
     decode_policy: Literal["round_robin", "least_loaded"] = "least_loaded"
     max_requests: PositiveInt = 4096
     """Requests in the system at once; one more is refused as overloaded."""
+    request_timeout_s: PositiveFloat | None = None
+    """A request that takes longer fails, wherever it is by then; None: no limit."""
     max_attempts: PositiveInt = 3
     """Times a request is placed before it fails, the first included."""
 

@@ -121,9 +121,7 @@ class WorkerCore:
         for effect in self.engine.on_deadline(now):
             assert isinstance(effect, Ended)
             actions.append(
-                ToRouter(
-                    AttemptFailed(self.info.worker_id, effect.request.key, "timeout", "the request's time is over")
-                )
+                ToRouter(AttemptFailed(self.info.worker_id, effect.request.key, "timeout", "the request took too long"))
             )
             actions += self._apply([effect], now)
         for port in (self.send, self.receive):

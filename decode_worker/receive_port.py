@@ -195,7 +195,14 @@ class ReceivePort:
         if reason is not None:
             session.happens(Event.REFUSE, Side.DECODE)
             return [self._remember(transfer, Refuse(transfer, reason))]
-        request = EngineRequest(transfer.key, offer.prompt, offer.sampling, prior=offer.prior, sample=transfer.sample)
+        request = EngineRequest(
+            transfer.key,
+            offer.prompt,
+            offer.sampling,
+            prior=offer.prior,
+            sample=transfer.sample,
+            deadline=None if offer.timeout_s is None else now + offer.timeout_s,
+        )
         self._sessions[transfer] = self._by_key[transfer.key] = session
         self._waiting[transfer] = (session, request)
         return self._admit(now)

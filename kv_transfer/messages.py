@@ -58,6 +58,8 @@ class Offer(_Message, frozen=True, tag=63):
     prompt: TokenIds
     prior: TokenIds
     sampling: SamplingParams
+    timeout_s: float | None = None
+    """Seconds from now after which D ends the request by itself."""
 
 
 class Accept(_Message, frozen=True, tag=64):

@@ -125,6 +125,8 @@ class RouterCore:
             if sampling.seed is None:
                 sampling = msgspec.structs.replace(sampling, seed=seed)
             request = RoutedRequest(client, label, request_id, prompt, sampling)
+            if self._config.router.request_timeout_s is not None:
+                request.ends_at = now + self._config.router.request_timeout_s
             placement = self._policy.place(request.demand, self.view, now)
         except BatonError as e:
             return [RequestFailed(client, label, request_id, e.code, str(e), getattr(e, "field", None))]
@@ -266,6 +268,11 @@ class RouterCore:
         if message.code == "refused":
             self._life.abort_attempt(request, out, reporter=worker)
             self._life.fail(request, "request_failed", f"the request cannot run on {reason}", out)
+            return
+        if message.code == "timeout":
+            self._life.abort_attempt(request, out, reporter=worker)
+            limit = f"router.request_timeout_s is {self._config.router.request_timeout_s:g}"
+            self._life.fail(request, "request_failed", f"{reason}; {limit}", out)
             return
         peer = request.decode if worker is request.prefill else request.prefill
         suspect = peer if message.code == "peer_lost" and peer is not worker else None

@@ -50,7 +50,7 @@ class Lifecycle:
         request.timeline.mark(Mark.PLACED, now)
         prefill = self._view.workers[placement.prefill]
         self.book.charge(request, prefill, self._view.workers[placement.decode])
-        self.send(prefill, request.submit(), out)
+        self.send(prefill, request.submit(now), out)
 
     def retry(
         self,

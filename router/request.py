@@ -45,6 +45,7 @@ class RoutedRequest:
         "decode",
         "decode_charge",
         "decode_spoke",
+        "ends_at",
         "failed",
         "finish",
         "first",
@@ -104,6 +105,8 @@ class RoutedRequest:
         """Workers that declined this attempt's hand-over."""
         self.avoid: set[str] = set()
         """Workers not to place the parked attempt on for now."""
+        self.ends_at: float | None = None
+        """When the request's time is over; its workers watch it."""
         self.give_up_at: float | None = None
         self.reason = ""
         """Why the last attempt ended."""
@@ -170,7 +173,7 @@ class RoutedRequest:
                 return
             token, finish = following
 
-    def submit(self) -> Submit:
+    def submit(self, now: float) -> Submit:
         """The message that starts the current attempt at its prefill worker."""
         assert self.prefill is not None and self.decode is not None
         return Submit(
@@ -179,6 +182,8 @@ class RoutedRequest:
             sampling=self.sampling,
             prior=tuple(self.tokens),
             decode=None if self.decode is self.prefill else self.decode.worker_id,
+            # A retry in the last instant still gets one: it fails at its worker, like any other that is late.
+            timeout_s=None if self.ends_at is None else max(0.001, self.ends_at - now),
         )
 
     def __repr__(self) -> str:

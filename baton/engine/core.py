@@ -73,8 +73,7 @@ class EngineCore:
         if not request.sampling.ignore_eos:
             request.stop_ids |= self._eos
         self._requests[request.key] = request
-        if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.key))
+        self._watch_deadline(request)
         if request.has_credit:
             self._waiting.append(request)
         else:
@@ -164,6 +163,7 @@ class EngineCore:
         request.transfer_holds = False
         request.state = RequestState.WAITING
         request.marks[Mark.ADOPTED] = now
+        self._watch_deadline(request)
         self._waiting.append(request)
 
     def _reserved(self, key: RequestKey) -> EngineRequest:
@@ -276,6 +276,10 @@ class EngineCore:
             effects.append(ChunkDone(request, tuple((i, request.blocks[i]) for i in range(start, end))))
 
     # --- time, load, audit ------------------------------------------------------------------------
+
+    def _watch_deadline(self, request: EngineRequest) -> None:
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, request.key))
 
     def next_deadline(self) -> float | None:
         """When `on_deadline` is due, or None."""

@@ -240,3 +240,13 @@ def test_a_stopping_router_ends_open_requests_and_frees_the_workers() -> None:
                 pass
         client.close()
         cluster.wait_ledger_zero()
+
+
+@pytest.mark.parametrize("pools", [SPLIT, {"both": {}}], ids=["split", "colocated"])
+def test_a_request_that_takes_too_long_fails_and_frees_everything(pools: dict[str, Any]) -> None:
+    cluster = StubCluster(pools, engine=ENGINE, router={"request_timeout_s": 0.3}, step_s=lambda name, plan: 0.02)
+    with cluster, cluster.client() as client:
+        with pytest.raises(RequestFailedError, match="took too long.*request_timeout_s"):
+            client.generate(prompt_of(20), max_tokens=300, seed=0)
+        assert client.generate(prompt_of(20), max_tokens=2, seed=0).finish_reason == "length"
+        cluster.wait_ledger_zero()
