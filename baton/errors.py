@@ -13,8 +13,6 @@
     │   ├── CodecError             not decodable: bad msgpack, unknown tag, wrong field type
     │   ├── VersionError           another protocol version
     │   └── JoinRefusedError       a worker that cannot work with this cluster
-    ├── TransferError          a hand-over of KV blocks failed
-    │   └── PeerLostError          the other side of a link is gone
     └── ClusterError           a cluster could not be started, found or ended
 
 `assert` is for Baton's own bugs; these are for clients, peers, configuration and capacity.
@@ -98,14 +96,6 @@ class VersionError(ProtocolError):
 
 class JoinRefusedError(ProtocolError):
     code = "join_refused"
-
-
-class TransferError(BatonError):
-    code = "transfer_error"
-
-
-class PeerLostError(TransferError):
-    code = "peer_lost"
 
 
 class ClusterError(BatonError):

@@ -6,7 +6,7 @@ Everything here is immutable plain data. Times are seconds on the router's monot
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -18,7 +18,7 @@ MAX_PROMPT_TOKENS = 1 << 20
 """More than any model here reads; bounds what a peer can make us allocate."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 Text = Annotated[str, msgspec.Meta(max_length=4 << 20)]
 TokenIds = Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
@@ -148,8 +148,6 @@ class LoadReport(_Message, frozen=True, tag=15):
     """Engine steps completed; with work waiting it must grow, or the worker is not healthy."""
     bytes_sent: Count = 0
     bytes_received: Count = 0
-    blocks_unacked: Count = 0
-    """Blocks held only because a transfer still needs them."""
 
 
 class Heartbeat(_Message, frozen=True, tag=16):
@@ -343,11 +341,3 @@ ToRouterFromWorker = Join | Heartbeat | Tokens | AttemptFailed | HandoffRefused 
 ToWorker = Joined | JoinRefused | Peers | Heartbeat | Submit | Replace | Abort
 ToRouterFromClient = Generate | Cancel | StatusRequest
 ToClient = Delta | Done | Failed | Status | Alive
-
-
-def to_plain(message: msgspec.Struct) -> dict[str, Any]:
-    """A message as a mapping by field name, for JSON output."""
-    return {
-        name: to_plain(value) if isinstance(value, msgspec.Struct) else value
-        for name, value in ((n, getattr(message, n)) for n in message.__struct_fields__)
-    }

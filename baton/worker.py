@@ -101,6 +101,7 @@ class EngineWorker:
         self.num_protocol_errors = 0
         self._stopping = False
         self._joined = threading.Event()
+        self._ended = threading.Event()
         self._router_incarnation: str | None = None
         self._refusal: str | None = None
         self._failure: BaseException | None = None
@@ -147,6 +148,10 @@ class EngineWorker:
         if self._wake_fd >= 0:
             fd, self._wake_fd = self._wake_fd, -1
             os.close(fd)
+
+    def wait_ended(self) -> None:
+        """Return when either thread has ended: by `stop`, or because it died."""
+        self._ended.wait()
 
     def health(self) -> dict[str, Any]:
         """Healthy means that the engine makes progress, not only that the process exists."""
@@ -355,10 +360,12 @@ class EngineWorker:
     def _guarded(self, loop: Callable[[], None]) -> None:
         try:
             loop()
+            self._ended.set()
         except BaseException as e:  # a thread's end must be seen, whatever ended it
             log.exception("%s: thread %s died", self.info.worker_id, threading.current_thread().name)
             self._failure = e
             self._joined.set()
+            self._ended.set()
             with self._condition:
                 self._stopping = True
                 self._condition.notify_all()

@@ -113,8 +113,9 @@ class WorkerCore:
     # --- time -----------------------------------------------------------------------------------
 
     def next_deadline(self) -> float | None:
-        deadlines = [d for part in (self.engine, self.send, self.receive) if part and (d := part.next_deadline())]
-        return min(deadlines, default=None)
+        """When `on_deadline` is due, or None."""
+        parts = [part for part in (self.engine, self.send, self.receive) if part is not None]
+        return min((at for part in parts if (at := part.next_deadline()) is not None), default=None)
 
     def on_deadline(self, now: float) -> list[Action]:
         actions: list[Action] = []

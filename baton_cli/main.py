@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,34 +61,23 @@ def read_config(path: Path | None, overrides: list[str] | None) -> ClusterConfig
 def up(
     config_path: ConfigPath = None,
     overrides: Overrides = None,
-    show_config: Annotated[bool, typer.Option(help="Print the resolved configuration and exit.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return once it is ready; it runs on.")] = False,
+    show_config: Annotated[
+        bool, typer.Option("--show-config", help="Print the resolved configuration and exit.")
+    ] = False,
 ) -> None:
     """Start a cluster and keep it up until Ctrl-C or `baton down`."""
     config = read_config(config_path, overrides)
     if show_config:
         print(yaml.safe_dump(dump_config(config), sort_keys=False), end="")
         return
-    from baton_cluster.launch import launch
-    from baton_cluster.record import claim_name, remove_record, write_record
+    from baton_cli.up import run_detached, run_up
 
-    signal.signal(signal.SIGTERM, _interrupt)
-    claim_name(config.name)
-    with out.status("starting") as line, launch(config, progress=lambda text: line.update(text)) as cluster:
-        write_record(config.name, cluster.address, cluster.details().get("ray_address"))
-        try:
-            line.stop()
-            out.print(status_table(cluster.status()))
-            for warning in cluster.warnings:
-                err.print(f"warning: {warning}", style="yellow")
-            out.print(f"{config.name} is ready at {cluster.address}; Ctrl-C or `baton down` ends it")
-            while True:
-                signal.pause()
-        except KeyboardInterrupt:
-            line.update("ending")
-            line.start()
-        finally:
-            remove_record(config.name)
-    out.print(f"{config.name} has ended")
+    signal.signal(signal.SIGTERM, interrupt)
+    if detach:
+        run_detached(config)
+    else:
+        run_up(config)
 
 
 @app.command(epilog="Example: baton down baton")
@@ -157,7 +147,7 @@ def demo(
     """One prefill and one decode worker on Ray answer real questions, checked against Hugging Face and timed."""
     from baton_cli.demo import run_demo
 
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     raise typer.Exit(run_demo(json_path, compare=not quick))
 
 
@@ -181,7 +171,7 @@ def experiment(
     """Compare placements on the real cluster: same engine, same work, equal resources."""
     from baton_cli.experiment import run_experiment
 
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     run_experiment(
         read_config(config_path, overrides),
         placements=tuple(placement or ("colocated:2", "split:1+1")),
@@ -214,14 +204,20 @@ def _address(cluster: str | None, address: str | None) -> str:
     return find_record(cluster).address
 
 
-def _interrupt(signum: int, frame: object) -> None:
+def interrupt(signum: int, frame: object) -> None:
+    """Signal handler: end in order, as at Ctrl-C."""
     raise KeyboardInterrupt
 
 
 def main() -> None:
-    """Entry point: Baton's own errors end in one sentence, Ctrl-C in silence, both with a non-zero exit."""
+    """Entry point."""
+    guarded(app)
+
+
+def guarded(run: Callable[[], object]) -> None:
+    """Baton's own errors end in one sentence, Ctrl-C in silence, both with a non-zero exit."""
     try:
-        app()
+        run()
     except BatonError as e:
         err.print(f"error: {e}", style="red", markup=False)
         raise SystemExit(2 if isinstance(e, ConfigError) else 1) from None

@@ -15,6 +15,7 @@ import msgspec
 import zmq
 
 from baton.config import parse_config
+from baton.errors import ClusterError
 from baton_cluster.specs import WorkerSpec
 
 
@@ -82,6 +83,10 @@ class WorkerActor:
         health: dict[str, Any] = self._worker.health()
         return {**health, "load": msgspec.to_builtins(health["load"])}
 
+    def ended(self) -> None:
+        """Return when the worker's threads have ended, whatever ended them."""
+        self._worker.wait_ended()
+
     def num_held_blocks(self) -> int:
         """Blocks that are not free now; zero when every request and transfer has ended."""
         return int(self._worker.num_held_blocks()) if self._worker else 0
@@ -103,17 +108,31 @@ class RouterActor:
 
         return str(ray.util.get_node_ip_address())
 
-    def start(self, model_path: str, host: str) -> tuple[str, str]:
+    def start(self, model_path: str, host: str, back_port: int = 0) -> tuple[str, str]:
         """Returns the addresses for clients and for workers. `host`: where workers reach the router."""
         from router.server import RouterServer
 
-        self._server = RouterServer(self._config, Path(model_path), back_host=host)
+        self._server = RouterServer(self._config, Path(model_path), back_host=host, back_port=back_port)
         addresses: tuple[str, str] = self._server.start()
         return addresses
 
     def wait_ready(self, num_workers: int, timeout_s: float) -> None:
         """Until so many workers have joined. Raises ClusterError after `timeout_s`."""
         self._server.wait_ready(num_workers, timeout_s)
+
+    def health(self) -> dict[str, Any]:
+        """Whether the router's thread answers."""
+        if self._server is None:
+            return {"healthy": False, "problem": "not started"}
+        try:
+            self._server.status()
+        except ClusterError as e:
+            return {"healthy": False, "problem": str(e)}
+        return {"healthy": True, "problem": None}
+
+    def ended(self) -> None:
+        """Return when the router's thread has ended."""
+        self._server.wait_ended()
 
     def pid(self) -> int:
         return os.getpid()

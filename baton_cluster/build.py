@@ -8,17 +8,13 @@ from typing import Any
 import zmq
 
 from baton.config import ClusterConfig
-from baton.engine.core import EngineCore
-from baton.engine.policy import POLICIES
 from baton.engine.runner import BuiltRunner
 from baton.protocol import WorkerInfo
 from baton.worker import EngineWorker
-from baton.worker_core import WorkerCore
+from baton_cluster.assemble import worker_core
 from baton_cluster.specs import WorkerSpec
-from decode_worker.worker import receive_port_for
 from kv_transfer.links import ZmqPeerLinks
 from kv_transfer.registry import open_transport
-from prefill_worker.worker import send_port_for
 
 
 def build_worker(
@@ -69,28 +65,8 @@ def build_worker(
         device_ids=device_ids or cores or (),
         pid=pid,
     )
-    engine = EngineCore(
-        num_blocks=cache.num_blocks,
-        block_size=config.engine.block_size,
-        max_batch_tokens=config.engine.max_batch_tokens,
-        max_batch_requests=config.engine.max_batch_requests,
-        max_model_len=built.max_model_len,
-        policy=POLICIES[config.engine.policy](),
-        eos_token_ids=built.spec.eos_token_ids,
-    )
-    identity: dict[str, Any] = {
-        "worker_id": spec.worker_id,
-        "incarnation": incarnation,
-        "fingerprint": built.fingerprint,
-        "layout": cache.layout,
-        "engine": engine,
-    }
-    send = send_port_for(config.transfer, **identity) if role in ("prefill", "both") else None
-    receive = None
-    if role in ("decode", "both"):
-        receive = receive_port_for(config.transfer, **identity, pulls=opened.pulls)
     return EngineWorker(
-        WorkerCore(info, engine, send, receive),
+        worker_core(config, info, eos_token_ids=built.spec.eos_token_ids, pulls=opened.pulls),
         built.runner,
         links,
         router_address=router_address,

@@ -1,7 +1,7 @@
 """RayCluster: one actor process per worker and one for the router, placed and pinned by Ray.
 
-    connect ─► placement group (one bundle a worker) ─► router and worker actors ─► cores per node
-      ─► router starts ─► workers load, join ─► ready
+    connect ─► placement group (one bundle a worker) ─► actors ─► cores per node
+      ─► router starts, workers load ─► workers join ─► ready ─► watched (`supervisor`) ─► stop
 
 Whatever fails, or Ctrl-C, undoes what was done so far.
 """
@@ -9,8 +9,11 @@ Whatever fails, or Ctrl-C, undoes what was done so far.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import defaultdict
 from typing import Any
+
+import msgspec
 
 from baton.config import ClusterConfig, PoolConfig, dump_config
 from baton.engine.weights import resolve_model
@@ -19,7 +22,8 @@ from baton_cluster.actors import RouterActor, WorkerActor
 from baton_cluster.cluster import ClusterBase, Progress, no_progress
 from baton_cluster.cores import assign_cores
 from baton_cluster.ray_session import RaySession
-from baton_cluster.specs import worker_specs
+from baton_cluster.specs import WorkerSpec, worker_specs
+from baton_cluster.supervisor import Supervisor
 from kv_transfer.registry import resolve_transport
 
 STOP_TIMEOUT_S = 10.0
@@ -36,166 +40,222 @@ def bundle(pool: PoolConfig) -> dict[str, float]:
     return resources
 
 
+class _Slot(msgspec.Struct):
+    """A worker's place, which outlives the processes that fill it."""
+
+    spec: WorkerSpec
+    bundle_index: int
+    actor: Any = None
+    host: str = LOOPBACK
+    cores: tuple[int, ...] = ()
+    info: dict[str, Any] = {}
+
+
 class RayCluster(ClusterBase):
-    """Starts in its constructor. With `session` it uses that connection to Ray and leaves it open at the end."""
+    """Starts in its constructor. With `session` it uses that connection to Ray and leaves it open at the end.
+
+    A worker or a router that dies is started again, in its place and on its cores, as a new incarnation;
+    requests go on elsewhere meanwhile, or wait. `progress` then gets a line too, from another thread.
+    """
 
     def __init__(self, config: ClusterConfig, *, session: RaySession | None = None, progress: Progress = no_progress):
         self.config = config
         self.warnings: list[str] = []
-        self.worker_infos: list[dict[str, Any]] = []
-        self.workers: dict[str, Any] = {}
+        self._progress = progress
+        self._slots = {spec.worker_id: _Slot(spec, i) for i, spec in enumerate(worker_specs(config))}
         self._router: Any = None
+        self._router_host = LOOPBACK
+        self._back = ""
         self._group: Any = None
         self._owns_session = session is None
-        self._specs = worker_specs(config)
-        self._bundles = [bundle(config.pools[spec.pool]) for spec in self._specs]
+        self._lock = threading.Lock()
+        self._stopping = False
         # Converted here, once, with a message; on other nodes each worker finds or converts its own.
-        model_path = resolve_model(config.model.source, progress=progress)
+        self._model_path = str(resolve_model(config.model.source, progress=progress))
+        bundles = [bundle(config.pools[slot.spec.pool]) for slot in self._slots.values()]
         progress("starting Ray" if config.ray.address is None else f"connecting to Ray at {config.ray.address}")
         self._session = session or RaySession(
-            config.ray, num_cpus=sum(int(b["CPU"]) for b in self._bundles), namespace=f"baton-{config.name}"
+            config.ray, num_cpus=sum(int(b["CPU"]) for b in bundles), namespace=f"baton-{config.name}"
         )
         self._ray = self._session.ray
+        self._supervisor = Supervisor(self._session.ray, self._restart, progress)
         try:
-            self._place(progress)
-            self._start(str(model_path), progress)
+            self._place(bundles)
+            self._start()
         except BaseException:
             self.stop()
             raise
 
     # --- start --------------------------------------------------------------------------------------
 
-    def _place(self, progress: Progress) -> None:
+    def _place(self, bundles: list[dict[str, float]]) -> None:
         from ray.util.placement_group import placement_group
 
-        progress(f"placing {len(self._specs)} workers")
+        self._progress(f"placing {len(bundles)} workers")
         total = defaultdict(float, self._ray.cluster_resources())
-        for kind in sorted({kind for b in self._bundles for kind in b}):
-            wanted = sum(b.get(kind, 0) for b in self._bundles)
+        for kind in sorted({kind for b in bundles for kind in b}):
+            wanted = sum(b.get(kind, 0) for b in bundles)
             if wanted > total[kind]:
                 key = {"CPU": "cores", "GPU": "gpus"}.get(kind, "resources")
                 raise ClusterError(
-                    f"{len(self._specs)} workers want {wanted:g} {kind} in all, the Ray cluster has {total[kind]:g}; "
+                    f"{len(bundles)} workers want {wanted:g} {kind} in all, the Ray cluster has {total[kind]:g}; "
                     f"lower `workers` or `{key}` of the pools"
                 )
-        self._group = placement_group(self._bundles, strategy=self.config.ray.strategy)
+        self._group = placement_group(bundles, strategy=self.config.ray.strategy)
         if not self._group.wait(self.config.start_timeout_s):
             raise ClusterError(
-                f"Ray cannot place the workers ({self.config.ray.strategy}, bundles {self._bundles}) within "
+                f"Ray cannot place the workers ({self.config.ray.strategy}, bundles {bundles}) within "
                 f"{self.config.start_timeout_s:g} s: the resources exist, but are in use or spread over other nodes"
             )
 
-    def _start(self, model_path: str, progress: Progress) -> None:
+    def _start(self) -> None:
+        slots = list(self._slots.values())
+        self._router = self._new_router()
+        for slot in slots:
+            slot.actor = self._new_worker(slot)
+        self._progress("starting processes")
+        places = self._get([slot.actor.where.remote() for slot in slots])
+        self._assign(slots, places)
+        single_node = self._session.owned and len({place["node_id"] for place in places}) == 1
+        if not single_node:
+            self._router_host = self._get(self._router.node_ip.remote())
+            for slot, place in zip(slots, places, strict=True):
+                slot.host = place["node_ip"]
+        self._progress("loading the model")
+        start_router = self._router.start.remote(self._model_path, self._router_host)
+        (self.address, self._back), *_ = self._get([start_router, *(s.actor.load.remote(s.cores) for s in slots)])
+        self._progress("joining")
+        infos = self._get([self._join(slot) for slot in slots])
+        for slot, info in zip(slots, infos, strict=True):
+            slot.info = info
+        self._get(self._router.wait_ready.remote(len(slots), self.config.start_timeout_s))
+        self._supervisor.watch("router", self._router)
+        for slot in slots:
+            self._supervisor.watch(slot.spec.worker_id, slot.actor)
+        self._supervisor.start()
+
+    def _new_router(self, config: ClusterConfig | None = None) -> Any:
+        # A few calls at once: it answers for itself while another call waits for workers to be ready.
+        return (
+            self._ray.remote(RouterActor)
+            .options(num_cpus=0, max_concurrency=4)
+            .remote(dump_config(config or self.config))
+        )
+
+    def _new_worker(self, slot: _Slot) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        ray, config = self._ray, self.config
-        tree = dump_config(config)
-        # Control only, so one call at a time suffices for the router; workers also answer health while they start.
-        self._router = ray.remote(RouterActor).options(num_cpus=0, max_concurrency=4).remote(tree)
-        for index, spec in enumerate(self._specs):
-            pool = config.pools[spec.pool]
-            self.workers[spec.worker_id] = (
-                ray.remote(WorkerActor)
-                .options(
-                    num_cpus=pool.cores,
-                    num_gpus=pool.gpus,
-                    resources=pool.resources or None,
-                    max_concurrency=4,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(
-                        self._group, placement_group_bundle_index=index
-                    ),
-                )
-                .remote(tree, spec.worker_id, spec.pool)
-            )
-        progress("starting processes")
-        places = self._get([worker.where.remote() for worker in self.workers.values()])
-        cores = self._cores(places)
-        single_node = self._session.owned and len({place["node_id"] for place in places}) == 1
-        router_host = LOOPBACK if single_node else self._get(self._router.node_ip.remote())
-        hosts = [LOOPBACK if single_node else place["node_ip"] for place in places]
-        progress("loading the model")
-        loads = [worker.load.remote(cores[i]) for i, worker in enumerate(self.workers.values())]
-        (self.address, back), *_ = self._get([self._router.start.remote(model_path, router_host), *loads])
-        progress("joining")
-        self.worker_infos = self._get(
-            [
-                worker.start.remote(
-                    back,
-                    hosts[i],
-                    cores[i],
-                    resolve_transport(config.transfer.transport, one_process=False, host=hosts[i]),
-                )
-                for i, worker in enumerate(self.workers.values())
-            ]
+        pool = self.config.pools[slot.spec.pool]
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=slot.bundle_index)
+        options = {
+            "num_cpus": pool.cores,
+            "num_gpus": pool.gpus,
+            "resources": pool.resources or None,
+            "max_concurrency": 4,  # health is asked while it loads, and while somebody waits for its end
+            "scheduling_strategy": place,
+        }
+        return (
+            self._ray.remote(WorkerActor)
+            .options(**options)
+            .remote(dump_config(self.config), slot.spec.worker_id, slot.spec.pool)
         )
-        self._get(self._router.wait_ready.remote(len(self._specs), config.start_timeout_s))
 
-    def _cores(self, places: list[dict[str, Any]]) -> list[tuple[int, ...]]:
-        """Cores per worker, assigned node by node."""
+    def _join(self, slot: _Slot) -> Any:
+        transport = resolve_transport(self.config.transfer.transport, one_process=False, host=slot.host)
+        return slot.actor.start.remote(self._back, slot.host, slot.cores, transport)
+
+    def _assign(self, slots: list[_Slot], places: list[dict[str, Any]]) -> None:
+        """Cores per worker, node by node."""
         by_node: dict[str, list[int]] = defaultdict(list)
         for index, place in enumerate(places):
             by_node[place["node_id"]].append(index)
-        result: list[tuple[int, ...]] = [()] * len(places)
         for indices in by_node.values():
-            wanted = [self.config.pools[self._specs[i].pool].cores for i in indices]
+            wanted = [self.config.pools[slots[i].spec.pool].cores for i in indices]
             assigned, warning = assign_cores(wanted, places[indices[0]]["cores"])
             if warning:
                 self.warnings.append(f"{places[indices[0]]['hostname']}: {warning}")
-            for index, worker_cores in zip(indices, assigned, strict=True):
-                result[index] = worker_cores
-        return result
+            for index, cores in zip(indices, assigned, strict=True):
+                slots[index].cores = cores
 
     def _get(self, refs: Any) -> Any:
         """The actors' answers, as what they raised where they raised."""
+        errors = self._ray.exceptions
         try:
             return self._ray.get(refs, timeout=self.config.start_timeout_s)
-        except self._ray.exceptions.GetTimeoutError:
-            raise ClusterError(
-                f"the cluster was not ready within start_timeout_s={self.config.start_timeout_s:g}"
-            ) from None
-        except self._ray.exceptions.RayTaskError as e:
-            cause = e.cause if isinstance(e.cause, BatonError) else None
-            if cause is None:
-                raise
-            raise cause from None
-        except self._ray.exceptions.RayActorError as e:
+        except errors.GetTimeoutError:
+            limit = f"start_timeout_s={self.config.start_timeout_s:g}"
+            raise ClusterError(f"the cluster was not ready within {limit}") from None
+        except errors.RayTaskError as e:
+            if isinstance(e.cause, BatonError):
+                raise e.cause from None
+            raise
+        except errors.RayActorError as e:
             raise ClusterError(f"an actor died while the cluster started: {e}") from e
 
-    # --- run and end ----------------------------------------------------------------------------------
+    # --- run ----------------------------------------------------------------------------------------
+
+    def _restart(self, name: str) -> Any:
+        """Replace a dead actor, in its place; the supervisor's thread. None if the cluster is stopping."""
+        with self._lock:
+            if self._stopping:
+                return None
+            if name == "router":
+                # At the same addresses: clients and workers reconnect by themselves.
+                port = int(self.address.rpartition(":")[2])
+                router = msgspec.structs.replace(self.config.router, port=port)
+                self._router = actor = self._new_router(msgspec.structs.replace(self.config, router=router))
+            else:
+                slot = self._slots[name]
+                slot.actor = actor = self._new_worker(slot)
+        if name == "router":
+            back_port = int(self._back.rpartition(":")[2])
+            self._get(actor.start.remote(self._model_path, self._router_host, back_port))
+        else:
+            self._get(actor.load.remote(slot.cores))
+            slot.info = self._get(self._join(slot))
+        return actor
 
     def health(self) -> dict[str, dict[str, Any]]:
         """Health of each worker, as it says itself; a dead one is unhealthy too."""
         health: dict[str, dict[str, Any]] = {}
-        for worker_id, actor in self.workers.items():
+        for worker_id, slot in self._slots.items():
             try:
-                health[worker_id] = self._ray.get(actor.health.remote(), timeout=STOP_TIMEOUT_S)
+                health[worker_id] = self._ray.get(slot.actor.health.remote(), timeout=STOP_TIMEOUT_S)
             except (self._ray.exceptions.RayError, TimeoutError) as e:
                 health[worker_id] = {"healthy": False, "problem": str(e).splitlines()[0]}
         return health
 
     def num_held_blocks(self) -> dict[str, int]:
         """Blocks not free, by worker."""
-        counts = self._get([actor.num_held_blocks.remote() for actor in self.workers.values()])
-        return dict(zip(self.workers, counts, strict=True))
+        counts = self._get([slot.actor.num_held_blocks.remote() for slot in self._slots.values()])
+        return dict(zip(self._slots, counts, strict=True))
 
     def details(self) -> dict[str, Any]:
         return {
             "ray_address": self._session.address,
             "router_pid": self._get(self._router.pid.remote()),
-            "workers": self.worker_infos,
+            "workers": [slot.info for slot in self._slots.values()],
         }
+
+    # --- end ----------------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """End the actors, give their resources back, and end Ray if it was started here. Idempotent."""
-        actors = [actor for actor in (self._router, *self.workers.values()) if actor is not None]
-        self._router, self.workers = None, {}
+        with self._lock:
+            self._stopping = True
+            actors = [a for a in (self._router, *(slot.actor for slot in self._slots.values())) if a is not None]
+            self._router = None
+            for slot in self._slots.values():
+                slot.actor = None
+        self._supervisor.stop()
         if self._ray.is_initialized():
-            with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
-                self._ray.wait(
-                    [a.stop.remote() for a in actors], num_returns=max(1, len(actors)), timeout=STOP_TIMEOUT_S
-                )
+            errors = self._ray.exceptions
+            if actors:
+                with contextlib.suppress(errors.RayError, TimeoutError):
+                    stops = [actor.stop.remote() for actor in actors]
+                    self._ray.wait(stops, num_returns=len(stops), timeout=STOP_TIMEOUT_S)
             for actor in actors:
-                with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
+                with contextlib.suppress(errors.RayError, ValueError):
                     self._ray.kill(actor)
             group, self._group = self._group, None
             if group is not None:

@@ -34,6 +34,11 @@ def records_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton" / "clusters"
 
 
+def log_file(name: str) -> Path:
+    """Where a detached cluster's owner writes what it has to say."""
+    return records_folder() / f"{name}.log"
+
+
 def write_record(name: str, address: str, ray_address: str | None) -> None:
     """Record that this process owns the cluster. Raises ClusterError if another living one has the name."""
     claim_name(name)

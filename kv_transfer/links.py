@@ -78,7 +78,7 @@ class ZmqPeerLinks:
         self._to_decode: dict[str, zmq.Socket[bytes]] = {}
         """By the decode worker's incarnation."""
         self._receiving: dict[TransferId, dict[int, int]] = {}
-        """Block id by index, of what the transport may write now."""
+        """Block id by index, of what the transport may still write."""
         self.control_address = f"tcp://{host}:{port}"
         self.data_address = transport.address
         self.bytes_sent = 0
@@ -162,7 +162,9 @@ class ZmqPeerLinks:
                     blocks = self._receiving.get(transfer)
                     if blocks is not None:
                         self.bytes_received += len(indices) * self._pool.block_bytes
-                        events.append(BlocksReceived(transfer, {i: self._checksum(blocks[i]) for i in indices}))
+                        events.append(BlocksReceived(transfer, {i: self._checksum(blocks.pop(i)) for i in indices}))
+                        if not blocks:
+                            del self._receiving[transfer]
                 case LinkLost(peer, reason):
                     events.append(LinkDown(peer, reason))
         return events

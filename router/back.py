@@ -13,7 +13,7 @@ from typing import Any
 
 from baton.codec import Codec
 from baton.errors import CodecError, VersionError
-from baton.protocol import Join, JoinRefused, ToRouterFromWorker, ToWorker
+from baton.protocol import Heartbeat, Join, JoinRefused, ToRouterFromWorker, ToWorker
 from router.actions import RouterAction, SendWorker, ToWorkerMessage
 from router.core import RouterCore
 from router.sockets import RouterSocket, Unreachable
@@ -54,6 +54,9 @@ class Back:
         incarnation = self._lives.get(peer)
         if incarnation is None:
             self._counters["not_joined"] += 1
+            if type(message) is Heartbeat:
+                # It joined a former router at this address: told that another one answers, it joins again.
+                self._deliver(peer, Heartbeat(self._core.incarnation))
             return []
         return self._core.on_worker_message(incarnation, message, now)
 

@@ -56,7 +56,7 @@ class RouterCore:
         self.num_dropped = 0
         """Messages of former or unknown lives, or that contradict themselves."""
         self._config = config
-        self._incarnation = router_incarnation
+        self.incarnation = router_incarnation
         self._policy = PlacementPolicy(config)
         self._clock = clock
         self._membership = Membership(fingerprint)
@@ -86,7 +86,7 @@ class RouterCore:
         return Status(
             label=label,
             name=self._config.name,
-            router_incarnation=self._incarnation,
+            router_incarnation=self.incarnation,
             num_requests=len(self._book),
             workers=self.view.statuses(now),
             model=self._config.model.source,
@@ -171,7 +171,7 @@ class RouterCore:
         former = self.view.get(info.worker_id)
         worker = self.view.join(info, now)
         self._expect(worker, now)
-        self._life.send(worker, Joined(self._incarnation, join.sent_at, now, now, self._clock), out)
+        self._life.send(worker, Joined(self.incarnation, join.sent_at, now, now, self._clock), out)
         if worker.can_decode or (former is not None and former.can_decode):
             self._life.broadcast_peers(out)
         if worker.can_prefill and not worker.can_decode:
@@ -327,7 +327,7 @@ class RouterCore:
                 self._lose(worker, f"{worker.worker_id}: {silence}", now, out)
             self._check_at = min((w.seen for w in self.view.ready()), default=math.inf) + self._timeout_s
         if now >= self._beat_at:
-            beat, self._beat_at = Heartbeat(self._incarnation), math.inf
+            beat, self._beat_at = Heartbeat(self.incarnation), math.inf
             for worker in self.view.ready():
                 self._life.send(worker, beat, out)
                 self._beat_at = now + self._config.liveness.heartbeat_s

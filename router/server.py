@@ -52,7 +52,8 @@ class RouterServer:
     """A router. `start`, `stop`, `wait_ready`, `status` and `explain` may be called from any thread.
 
     `text` replaces the tokenizer of `model_path` (for tests, or to share one). `back_host`: the address of
-    this machine at which workers reach it, where that is another than clients do (`router.host`). Without
+    this machine at which workers reach it, where that is another than clients do (`router.host`); `back_port`
+    its port, 0 for any. Without
     `fingerprint` the first worker to join decides which model this cluster serves.
     """
 
@@ -64,6 +65,7 @@ class RouterServer:
         *,
         text: Text | None = None,
         back_host: str | None = None,
+        back_port: int = 0,
     ):
         if text is None:
             if model_path is None:
@@ -74,7 +76,7 @@ class RouterServer:
         """What went wrong and was survived, by kind; read it from any thread."""
         self._text = text
         self._config = config
-        self._back_host = back_host or config.router.host
+        self._back_host, self._back_port = back_host or config.router.host, back_port
         self._core = RouterCore(config, router_incarnation=self.incarnation, fingerprint=fingerprint, clock=clock_id())
         self._calls: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
@@ -91,7 +93,7 @@ class RouterServer:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             front = RouterSocket(self._context, router.host, router.port, hwm=FRONT_HWM, key="router.port")
-            back = RouterSocket(self._context, self._back_host, 0, hwm=BACK_HWM, key="router.host")
+            back = RouterSocket(self._context, self._back_host, self._back_port, hwm=BACK_HWM, key="router.host")
         except ClusterError:
             self._context.destroy(linger=0)
             raise
@@ -113,6 +115,11 @@ class RouterServer:
         self._thread.join(STOP_S)
         if self._thread.is_alive():
             raise ClusterError(f"the router's thread did not end within {STOP_S:g} s; it is stuck in a message")
+
+    def wait_ended(self) -> None:
+        """Return when the router's thread has ended: by `stop`, or because it failed."""
+        assert self._thread is not None, "start() first"
+        self._thread.join()
 
     def wait_ready(self, num_workers: int, timeout: float) -> None:
         """Return once `num_workers` live; ClusterError after `timeout` seconds, or if the router has stopped."""

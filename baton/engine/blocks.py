@@ -17,9 +17,6 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self._free)
 
-    def can_allocate(self, num_blocks: int) -> bool:
-        return num_blocks <= len(self._free)
-
     def allocate(self, num_blocks: int) -> list[int] | None:
         """`num_blocks` ids, or None if fewer are free: all or nothing, so that no two can wait for each other."""
         if num_blocks > len(self._free):

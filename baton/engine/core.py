@@ -298,10 +298,6 @@ class EngineCore:
             effects += self.abort(heapq.heappop(self._deadlines)[1], now)
         return effects
 
-    def has_work(self) -> bool:
-        """Whether `schedule` may find something to do."""
-        return bool(self._running or self._waiting)
-
     def load(self) -> LoadReport:
         """How full this engine is."""
         queued = [*self._waiting, *self._uncredited.values()]
@@ -314,7 +310,6 @@ class EngineCore:
             blocks_free=self.pool.num_free,
             blocks_total=self.pool.num_blocks,
             num_steps=self.num_steps,
-            blocks_unacked=sum(len(r.blocks) for r in self._requests.values() if r.transfer_holds),
         )
 
     def live(self) -> list[RequestKey]:

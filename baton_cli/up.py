@@ -1,0 +1,115 @@
+"""`baton up`: owns a cluster until it is told to end, in this process or in one that it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import yaml
+
+from baton.config import ClusterConfig, dump_config
+from baton.errors import ClusterError
+from baton_cli.output import err, out, status_table
+from baton_cluster.launch import launch
+from baton_cluster.record import claim_name, find_record, log_file, remove_record, write_record
+
+
+def run_up(config: ClusterConfig) -> None:
+    """Start the cluster, show it, and wait for Ctrl-C or SIGTERM; then end it."""
+    claim_name(config.name)
+    line = out.status("starting")
+    ready = False
+
+    def progress(text: str) -> None:
+        if ready:
+            out.print(text)  # something was restarted
+        else:
+            line.update(text)
+
+    with line, launch(config, progress=progress) as cluster:
+        write_record(config.name, cluster.address, cluster.details().get("ray_address"))
+        try:
+            line.stop()
+            out.print(status_table(cluster.status()))
+            for warning in cluster.warnings:
+                err.print(f"warning: {warning}", style="yellow")
+            ready = True
+            out.print(f"{config.name} is ready at {cluster.address}; Ctrl-C or `baton down` ends it")
+            while True:
+                signal.pause()
+        except KeyboardInterrupt:
+            ready = False
+            line.update("ending")
+            line.start()
+        finally:
+            remove_record(config.name)
+    out.print(f"{config.name} has ended")
+
+
+def run_detached(config: ClusterConfig) -> None:
+    """Start a process of its own session that owns the cluster, and return once the cluster is ready.
+
+    Raises ClusterError with what that process said, if it ends before; Ctrl-C until then ends it too.
+    """
+    claim_name(config.name)
+    log = log_file(config.name)
+    log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with log.open("wb") as file:
+        owner = subprocess.Popen(
+            [sys.executable, "-m", "baton_cli.up"],
+            stdin=subprocess.PIPE,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+    assert owner.stdin is not None
+    with owner.stdin as pipe:
+        pipe.write(yaml.safe_dump(dump_config(config)).encode())
+    try:
+        with out.status(f"starting (log: {log})"):
+            record = _wait_ready(config.name, owner)
+    except BaseException:
+        if owner.poll() is None:
+            owner.terminate()
+            owner.wait()
+        raise
+    from router.client import RouterClient
+
+    with RouterClient(record.address) as client:
+        out.print(status_table(client.status()))
+    out.print(f"{config.name} is ready at {record.address}; `baton down {config.name}` ends it; log: {log}")
+
+
+def _wait_ready(name: str, owner: subprocess.Popen[Any]) -> Any:
+    while True:
+        try:
+            record = find_record(name)
+        except ClusterError:
+            record = None
+        if record is not None and record.pid == owner.pid:
+            return record
+        if owner.poll() is not None:
+            lines = log_file(name).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            said = next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1] if lines else "")
+            raise ClusterError(said.removeprefix("error: ") or f"its process ended with {owner.returncode}")
+        time.sleep(0.1)  # the record is a file, and there is no portable way to wait for one
+
+
+def _owner() -> None:
+    """Entry point of the process that `run_detached` leaves behind; its configuration comes on stdin."""
+    from baton.config import parse_config
+    from baton_cli.main import guarded, interrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGINT, interrupt)
+    config = parse_config(yaml.safe_load(sys.stdin.read()))
+    guarded(lambda: run_up(config))
+
+
+if __name__ == "__main__":
+    _owner()
