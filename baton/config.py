@@ -49,7 +49,7 @@ class ModelConfig(_Section, frozen=True):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Weights and KV cache; `auto` is bfloat16 where the device computes it natively, else float32."""
     max_model_len: PositiveInt | None = None
-    """Prompt plus output, in tokens; None: the model's own limit, capped by the smallest pool."""
+    """Prompt plus output, in tokens; None: the model's own limit."""
 
 
 class PoolConfig(_Section, frozen=True):
@@ -89,8 +89,8 @@ class EngineConfig(_Section, frozen=True):
 class TransferConfig(_Section, frozen=True):
     """How KV blocks move from prefill to decode."""
 
-    transport: Annotated[str, msgspec.Meta(pattern=r"^(auto|[a-z][a-z0-9+-]*)$")] = "auto"
-    """`auto`, or a registered scheme (`inproc`, `zmq+tcp`); workers of one process may use `inproc`."""
+    transport: Literal["auto", "inproc", "zmq+tcp", "zmq+ipc"] = "auto"
+    """`auto`: `inproc` between workers of one process, else `zmq+tcp`; `zmq+ipc` stays on one machine."""
     checksum: Literal["xxh3", "none"] = "xxh3"
     """Per-block checksum, verified by the decode worker before a block is used."""
     lease_s: PositiveFloat = 30.0
@@ -98,7 +98,7 @@ class TransferConfig(_Section, frozen=True):
     expected_growth: NonNegativeInt = 256
     """Decode reserves blocks for the prompt plus min(max_tokens, this) tokens."""
     max_unacked_blocks: PositiveInt = 4096
-    """Cap on blocks sent to one peer and not yet acknowledged."""
+    """Cap on blocks handed to the transport for one peer and not yet sent."""
 
 
 class RouterConfig(_Section, frozen=True):
@@ -115,6 +115,8 @@ class RouterConfig(_Section, frozen=True):
     """A request that takes longer fails, wherever it is by then; None: no limit."""
     max_attempts: PositiveInt = 3
     """Times a request is placed before it fails, the first included."""
+    worker_wait_s: PositiveFloat = 60.0
+    """How long a request that lost its worker waits for one to come back where no other can take it."""
 
 
 class LivenessConfig(_Section, frozen=True):

@@ -14,7 +14,17 @@ from typing import Any, Protocol
 import msgspec
 
 from baton.engine.request import ChunkDone, Ended, PromptDone
-from baton.protocol import AttemptFailed, HandoffDone, HandoffRefused, Replace, Submit, Tokens, TransferId, WorkerInfo
+from baton.protocol import (
+    AttemptFailed,
+    HandoffDone,
+    HandoffRefused,
+    Replace,
+    RequestKey,
+    Submit,
+    Tokens,
+    TransferId,
+    WorkerInfo,
+)
 
 
 class ToRouter(msgspec.Struct, frozen=True):
@@ -190,10 +200,6 @@ class SendPort(Protocol):
 
     def on_deadline(self, now: float) -> list[Action]: ...
 
-    def num_open(self) -> int:
-        """Transfers that still hold blocks here."""
-        ...
-
 
 class ReceivePort(Protocol):
     """The decode side of hand-overs."""
@@ -207,11 +213,11 @@ class ReceivePort(Protocol):
         ...
 
     def on_blocks_free(self, now: float) -> list[Action]:
-        """The engine freed blocks: offers that waited for credit may be accepted now."""
+        """The engine may have freed blocks: offers that waited for credit may be accepted now."""
         ...
 
-    def on_abort(self, request_id: str, attempt: int, now: float) -> list[Action]:
-        """The router aborts; True to form, unknown requests are a no-op."""
+    def on_abort(self, key: RequestKey, now: float) -> list[Action]:
+        """The router aborts; unknown keys are a no-op."""
         ...
 
     def on_link_lost(self, peer: str, reason: str, now: float) -> list[Action]: ...
@@ -219,7 +225,3 @@ class ReceivePort(Protocol):
     def next_deadline(self) -> float | None: ...
 
     def on_deadline(self, now: float) -> list[Action]: ...
-
-    def num_open(self) -> int:
-        """Transfers that still hold blocks here."""
-        ...

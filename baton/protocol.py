@@ -23,17 +23,22 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 Text = Annotated[str, msgspec.Meta(max_length=4 << 20)]
 TokenIds = Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 
+StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+NumSamples = Annotated[int, msgspec.Meta(ge=1, le=64)]
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class RequestKey(NamedTuple):
-    """One attempt at one request. `request_id`: 128 bits in hex, minted by the router."""
+    """One attempt at one sample of a request. `request_id`: 128 bits in hex, minted by the router."""
 
     request_id: str
     attempt: int
+    sample: int = 0
+    """Which of the request's answers, from 0; each is a request of its own to the workers."""
 
     def __str__(self) -> str:
-        return f"{self.request_id[:8]}/{self.attempt}"
+        return f"{self.request_id[:8]}/{self.attempt}" + (f".{self.sample}" if self.sample else "")
 
 
 class TransferId(NamedTuple):
@@ -53,7 +58,7 @@ class TransferId(NamedTuple):
 
     @property
     def key(self) -> RequestKey:
-        return RequestKey(self.request_id, self.attempt)
+        return RequestKey(self.request_id, self.attempt, self.sample)
 
     def __str__(self) -> str:
         return f"{self.request_id[:8]}/{self.attempt}.{self.sample}"
@@ -72,6 +77,14 @@ class SamplingParams(_Message, frozen=True, tag=1):
     """The router mints one where it is missing, so a retried attempt samples the same tokens."""
     ignore_eos: bool = False
     stop_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=1024)] = ()
+    top_k: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
+    """Only the k most probable tokens, those as probable as the k-th included; 0: off."""
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    """Only the fewest most probable tokens that together have this probability."""
+    min_p: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
+    """Only tokens with at least this share of the most probable token's probability."""
+    min_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
+    """The first so many output tokens are none that would end the request (EOS unless ignored, `stop_token_ids`)."""
 
 
 # --- worker and router ---------------------------------------------------------------------------
@@ -167,7 +180,6 @@ class Submit(_Message, frozen=True, tag=20):
     """Tokens earlier attempts already delivered: context, but not part of the prompt."""
     decode: str | None = None
     """worker_id of the decode worker; None or the receiver itself: colocated."""
-    sample: Count = 0
     timeout_s: float | None = None
     """Seconds from now after which the worker ends the attempt by itself (code `timeout`)."""
 
@@ -201,6 +213,7 @@ class MarksOut(NamedTuple):
 
     request_id: str
     attempt: int
+    sample: int
     marks: dict[int, float]
 
 
@@ -261,12 +274,19 @@ class Generate(_Message, frozen=True, tag=31):
     text: Text | None = None
     messages: Annotated[tuple[ChatMessage, ...], msgspec.Meta(max_length=10_000)] | None = None
     token_ids: TokenIds | None = None
+    stop: Annotated[tuple[StopString, ...], msgspec.Meta(max_length=64)] = ()
+    """The text ends before the first of these; the router looks for them, workers see ids only."""
+    include_stop_str_in_output: bool = False
+    """The text ends after the stop string instead."""
+    n: NumSamples = 1
+    """Independent answers to the same prompt, numbered from 0."""
 
 
 class Cancel(_Message, frozen=True, tag=32):
-    """Client to router. The request then ends with finish reason `abort`."""
+    """Client to router. The request, or only this sample of it, then ends with finish reason `abort`."""
 
     label: Name
+    sample: Count | None = None
 
 
 class Delta(_Message, frozen=True, tag=33):
@@ -275,15 +295,23 @@ class Delta(_Message, frozen=True, tag=33):
     label: Name
     token_ids: tuple[TokenId, ...]
     text: str
+    sample: Count = 0
+    finish_reason: FinishReason | None = None
+    """Of a request with several samples: this one has ended. (With one sample Done says it.)"""
 
 
 class Usage(_Message, frozen=True, tag=34):
     prompt_tokens: Count
     completion_tokens: Count
+    """Of all samples."""
 
 
 class Done(_Message, frozen=True, tag=35):
-    """Router to client, last message of a request that was accepted and did not fail."""
+    """Router to client, last message of a request that was accepted and did not fail.
+
+    Of several samples: `finish_reason`, `marks` and the workers are those of sample 0, `attempts` the
+    largest, `kv_bytes` the sum.
+    """
 
     label: Name
     request_id: Name

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from baton.clock import clock_id
 from baton.codec import Codec
@@ -88,7 +89,11 @@ class EngineWorker:
         self._cores = cores
         self._router: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         self._router.setsockopt(zmq.ROUTING_ID, self.info.incarnation.encode())
+        # Nothing is queued for a router that is not there: a Join would reach the next one late, as a second life.
+        self._router.setsockopt(zmq.IMMEDIATE, 1)
+        self._monitor = self._router.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._router.setsockopt(zmq.LINGER, 0)
+        self._router.setsockopt(zmq.SNDHWM, 0)  # a lost token is lost for ever; a stuck router is noticed by liveness
         self._router_address = router_address
 
         self._condition = threading.Condition()
@@ -98,7 +103,6 @@ class EngineWorker:
         in which the core decided them, whichever thread asked: a block that was announced, released and
         announced again must not be announced in another order (I5)."""
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.num_protocol_errors = 0
         self._stopping = False
         self._joined = threading.Event()
         self._ended = threading.Event()
@@ -108,10 +112,13 @@ class EngineWorker:
         self._offset = 0.0
         """Router's monotonic clock minus ours, measured at the first join; zero on the same machine."""
         self._router_seen = 0.0
+        self._connected = False
+        self._join_sent = 0.0
         self._step_since: float | None = None
         self._threads = [
-            threading.Thread(target=self._guarded, args=(self._io_loop,), name=f"{self.info.worker_id}-io"),
-            threading.Thread(target=self._guarded, args=(self._engine_loop,), name=f"{self.info.worker_id}-engine"),
+            # Daemons: a worker that its owner forgot must not keep the process from exiting.
+            threading.Thread(target=self._guarded, args=(loop,), name=f"{self.info.worker_id}-{name}", daemon=True)
+            for name, loop in (("io", self._io_loop), ("engine", self._engine_loop))
         ]
 
     # --- control, from any thread -------------------------------------------------------------------
@@ -122,7 +129,6 @@ class EngineWorker:
         Raises JoinRefusedError where the router will not have this worker, ClusterError where it does not answer.
         """
         for thread in self._threads:
-            thread.daemon = True  # a worker that its owner forgot must not keep the process from exiting
             thread.start()
         if not self._joined.wait(timeout_s):
             self.stop()
@@ -145,6 +151,7 @@ class EngineWorker:
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join()
+        self._close_sockets()  # of a worker that was never started
         if self._wake_fd >= 0:
             fd, self._wake_fd = self._wake_fd, -1
             os.close(fd)
@@ -210,26 +217,34 @@ class EngineWorker:
     def _io_loop(self) -> None:
         self._pin()
         self._router.connect(self._router_address)
-        self._send_join()
         next_beat = time.monotonic() + self._heartbeat_s
         try:
             while not self._stopping:
                 self._wait_for_news(next_beat)
-                self._execute_outbox()
                 self._read_router()
+                self._read_monitor()
+                self._check_deadlines()
+                # Before `events`, in which blocks are written: what has been cancelled must not be (I5).
+                self._execute_outbox()
                 for event in self._links.events():
                     self._handle_peer_event(event)
-                self._check_deadlines()
+                self._execute_outbox()
                 if (now := time.monotonic()) >= next_beat:
                     self._beat(now)
                     next_beat = now + self._heartbeat_s
         finally:
-            self._links.close()
+            self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        self._links.close()
+        if not self._router.closed:
+            self._router.disable_monitor()
+            self._monitor.close(linger=0)
             self._router.close(linger=0)
 
     def _wait_for_news(self, next_beat: float) -> None:
         poller = zmq.Poller()
-        for source in (self._wake_fd, self._router, *self._links.pollables()):
+        for source in (self._wake_fd, self._router, self._monitor, *self._links.pollables()):
             poller.register(source, zmq.POLLIN)
         now = time.monotonic()
         deadlines = [next_beat]
@@ -253,20 +268,19 @@ class EngineWorker:
             self._handle(self.core.on_deadline)
 
     def _handle(self, handler: Callable[..., list[Action]], *event: Any) -> None:
-        """Give one event to a handler of the core, and execute what it answers and what follows from that."""
+        """Give one event to a handler of the core; `_execute_outbox` does what it answers."""
         with self._condition:
             self._outbox.extend(handler(*event, self._now()))
             self._condition.notify()
-        self._execute_outbox()
 
     def _handle_peer_event(self, event: PeerEvent) -> None:
         try:
             self._handle(self.core.on_peer_event, event)
         except ProtocolError as e:  # a port refuses a message before it changes anything
-            self.num_protocol_errors += 1
             log.warning("%s: %s", self.info.worker_id, e)
 
     def _execute_outbox(self) -> None:
+        """Execute the actions, and those that follow from what the links report at once."""
         while self._outbox:
             action = self._outbox.popleft()
             if isinstance(action, ToRouter):
@@ -304,6 +318,16 @@ class EngineWorker:
                 case Submit() | Replace() | Abort() | Peers():
                     self._handle(self.core.on_router_message, message)
 
+    def _read_monitor(self) -> None:
+        """Join at every new connection. A message may have been lost with the old one, so it ends what ran over it."""
+        while self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+            self._connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if self._connected:
+                self._send_join()
+            elif self._router_incarnation is not None:
+                self._router_lost("the connection was lost")
+
     def _on_joined(self, message: Joined) -> None:
         same_clock = message.clock != "" and message.clock == clock_id()
         if not same_clock and self._router_incarnation is None and not self._joined.is_set():
@@ -313,12 +337,13 @@ class EngineWorker:
         self._joined.set()
 
     def _send_join(self) -> None:
+        self._join_sent = time.monotonic()
         self._send_router(Join(PROTOCOL_VERSION, self.info, time.monotonic(), clock_id()))
 
     def _beat(self, now: float) -> None:
         if self._router_incarnation is None:
-            if self._joined.is_set():
-                self._send_join()  # the router was lost: whoever answers there now learns of this worker
+            if self._connected and now - self._join_sent > self._router_timeout_s:
+                self._send_join()
             return
         if now - self._router_seen > self._router_timeout_s:
             self._router_lost(f"silent for {self._router_timeout_s:g} s")
@@ -328,10 +353,12 @@ class EngineWorker:
         self._send_router(Heartbeat(self.info.incarnation, load))
 
     def _router_lost(self, problem: str) -> None:
-        log.warning("%s: router lost (%s); its requests end here", self.info.worker_id, problem)
+        level = logging.WARNING if self.core.engine.live() else logging.INFO
+        log.log(level, "%s: router lost (%s); its requests end here", self.info.worker_id, problem)
         self._router_incarnation = None
         self._handle(self.core.on_router_lost)
-        self._send_join()
+        if self._connected:
+            self._send_join()
 
     def _send_router(self, message: Any) -> None:
         try:
@@ -360,13 +387,13 @@ class EngineWorker:
     def _guarded(self, loop: Callable[[], None]) -> None:
         try:
             loop()
-            self._ended.set()
         except BaseException as e:  # a thread's end must be seen, whatever ended it
             log.exception("%s: thread %s died", self.info.worker_id, threading.current_thread().name)
             self._failure = e
             self._joined.set()
-            self._ended.set()
             with self._condition:
                 self._stopping = True
                 self._condition.notify_all()
             self._wake()
+        finally:
+            self._ended.set()

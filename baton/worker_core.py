@@ -48,7 +48,6 @@ class WorkerCore:
         self.engine = engine
         self.send = send
         self.receive = receive
-        self._num_freed_seen = 0
 
     # --- events ---------------------------------------------------------------------------------
 
@@ -150,7 +149,6 @@ class WorkerCore:
             submit.prompt,
             submit.sampling,
             prior=submit.prior,
-            sample=submit.sample,
             handoff=handoff,
             deadline=None if submit.timeout_s is None else now + submit.timeout_s,
         )
@@ -170,7 +168,7 @@ class WorkerCore:
         return ToRouter(AttemptFailed(self.info.worker_id, key, "refused", reason))
 
     def _abort(self, key: RequestKey, now: float) -> list[Action]:
-        actions = self.receive.on_abort(key.request_id, key.attempt, now) if self.receive else []
+        actions = self.receive.on_abort(key, now) if self.receive else []
         return actions + self._apply(self.engine.abort(key, now), now)
 
     def _apply(self, effects: list[Effect], now: float) -> list[Action]:
@@ -181,12 +179,9 @@ class WorkerCore:
             request = effect.request
             match effect:
                 case Emit():
-                    request_id, attempt = request.key
-                    tokens.append(
-                        TokenOut(request_id, attempt, request.sample, effect.index, effect.token, effect.finish)
-                    )
+                    tokens.append(TokenOut(*request.key, effect.index, effect.token, effect.finish))
                     if effect.finish or request.num_tokens - request.num_context == 1:
-                        marks.append(MarksOut(request_id, attempt, dict(request.marks)))
+                        marks.append(MarksOut(*request.key, dict(request.marks)))
                 case ChunkDone():
                     assert self.send is not None
                     actions += self.send.on_chunk(effect, now)
@@ -203,7 +198,4 @@ class WorkerCore:
 
     def _after(self, actions: list[Action], now: float) -> list[Action]:
         """Blocks may have come free, or a request that waited for some may have got them: serve waiting offers."""
-        if self.receive is not None and self.engine.pool.num_freed != self._num_freed_seen:
-            self._num_freed_seen = self.engine.pool.num_freed
-            actions = actions + self.receive.on_blocks_free(now)
-        return actions
+        return actions + self.receive.on_blocks_free(now) if self.receive is not None else actions

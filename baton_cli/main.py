@@ -112,6 +112,12 @@ def submit(
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 takes the most probable token.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens; default: a new one each time.")] = None,
+    top_k: Annotated[int, typer.Option(help="Draw only from the k most probable tokens; 0: from all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw from the fewest tokens with this probability together.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Draw from tokens at least this share as probable as the best.")] = 0.0,
+    min_tokens: Annotated[int, typer.Option(help="Shortest answer, in tokens.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text. Repeatable.")] = None,
+    n: Annotated[int, typer.Option("--n", "-n", help="So many answers; more than one are shown when all ended.")] = 1,
     raw: Annotated[bool, typer.Option(help="Continue the text itself; without it the chat template asks it.")] = False,
     timeline: Annotated[bool, typer.Option(help="Also show where the time went.")] = False,
     cluster: ClusterName = None,
@@ -125,16 +131,32 @@ def submit(
         text = sys.stdin.read()
     prompt: Any = text if raw else [{"role": "user", "content": text}]
     with RouterClient(_address(cluster, address)) as client:
-        stream = client.stream(prompt, max_tokens=max_tokens, temperature=temperature, seed=seed)
+        stream = client.stream(
+            prompt,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            min_tokens=min_tokens,
+            stop=stop or (),
+            n=n,
+        )
         with stream:
             for delta in stream:
-                if not as_json:
+                if not as_json and n == 1:
                     out.out(delta.text, end="")
             done = stream.result()
     if as_json:
         print_json(completion_data(done))
         return
-    out.out("")
+    if n == 1:
+        out.out("")
+    else:
+        for choice in done.choices:
+            out.print(f"[{choice.index}] {choice.finish_reason}", style="bold", markup=False)
+            out.out(choice.text)
     if timeline:
         out.print(timeline_table(done))
 

@@ -88,6 +88,10 @@ def completion_data(done: Completion) -> dict[str, Any]:
         "text": done.text,
         "token_ids": list(done.token_ids),
         "finish_reason": done.finish_reason,
+        "choices": [
+            {"index": c.index, "text": c.text, "token_ids": list(c.token_ids), "finish_reason": c.finish_reason}
+            for c in done.choices
+        ],
         "usage": {
             "prompt_tokens": done.usage.prompt_tokens,
             "completion_tokens": done.usage.completion_tokens,

@@ -19,6 +19,19 @@ from baton.errors import ClusterError
 from baton_cluster.specs import WorkerSpec
 
 
+def _where() -> dict[str, Any]:
+    import ray
+
+    context = ray.get_runtime_context()
+    return {
+        "node_id": context.get_node_id(),
+        "node_ip": ray.util.get_node_ip_address(),
+        "hostname": platform.node(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "pid": os.getpid(),
+    }
+
+
 class WorkerActor:
     """Holds one EngineWorker in a process of its own."""
 
@@ -30,17 +43,7 @@ class WorkerActor:
 
     def where(self) -> dict[str, Any]:
         """The node and what this process may use there: before `load`, for the assignment of cores."""
-        import ray
-
-        context = ray.get_runtime_context()
-        return {
-            "node_id": context.get_node_id(),
-            "node_ip": ray.util.get_node_ip_address(),
-            "hostname": platform.node(),
-            "cores": sorted(os.sched_getaffinity(0)),
-            "gpu_ids": [int(gpu) for gpu in ray.get_gpu_ids()],
-            "pid": os.getpid(),
-        }
+        return _where()
 
     def load(self, cores: tuple[int, ...]) -> None:
         """Load the model, while the router still starts. Raises what is wrong: ModelError, ConfigError."""
@@ -103,10 +106,8 @@ class RouterActor:
         self._config = parse_config(config_tree)
         self._server: Any = None
 
-    def node_ip(self) -> str:
-        import ray
-
-        return str(ray.util.get_node_ip_address())
+    def where(self) -> dict[str, Any]:
+        return _where()
 
     def start(self, model_path: str, host: str, back_port: int = 0) -> tuple[str, str]:
         """Returns the addresses for clients and for workers. `host`: where workers reach the router."""
@@ -133,9 +134,6 @@ class RouterActor:
     def ended(self) -> None:
         """Return when the router's thread has ended."""
         self._server.wait_ended()
-
-    def pid(self) -> int:
-        return os.getpid()
 
     def stop(self) -> None:
         if self._server is not None:

@@ -19,7 +19,7 @@ from prefill_worker.worker import send_port_for
 def worker_core(
     config: ClusterConfig, info: WorkerInfo, *, eos_token_ids: Iterable[int] = (), pulls: bool = False
 ) -> WorkerCore:
-    """The worker that `info` describes, with the ports its role needs. `pulls`: the transport's (`KVTransport.pulls`)."""
+    """The worker that `info` describes, with the ports its role needs. `pulls`: `KVTransport.pulls`."""
     engine = EngineCore(
         num_blocks=info.num_blocks,
         block_size=config.engine.block_size,

@@ -49,7 +49,7 @@ class LinearLatency(msgspec.Struct, frozen=True):
 
 
 class LinkModel(msgspec.Struct, frozen=True):
-    """Every link of the cluster: a message takes `latency_s`; blocks also `bytes / bytes_per_s`, one after the other."""
+    """Every link of the cluster: a message takes `latency_s`, blocks also `bytes / bytes_per_s`, one after another."""
 
     latency_s: float = 50e-6
     bytes_per_s: float = 1e9

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import defaultdict
 from typing import Any
 
@@ -65,7 +66,9 @@ class RayCluster(ClusterBase):
         self._slots = {spec.worker_id: _Slot(spec, i) for i, spec in enumerate(worker_specs(config))}
         self._router: Any = None
         self._router_host = LOOPBACK
+        self._router_node = ""
         self._back = ""
+        self._ready_by = time.monotonic() + config.start_timeout_s
         self._group: Any = None
         self._owns_session = session is None
         self._lock = threading.Lock()
@@ -102,7 +105,7 @@ class RayCluster(ClusterBase):
                     f"lower `workers` or `{key}` of the pools"
                 )
         self._group = placement_group(bundles, strategy=self.config.ray.strategy)
-        if not self._group.wait(self.config.start_timeout_s):
+        if not self._group.wait(max(0.0, self._ready_by - time.monotonic())):
             raise ClusterError(
                 f"Ray cannot place the workers ({self.config.ray.strategy}, bundles {bundles}) within "
                 f"{self.config.start_timeout_s:g} s: the resources exist, but are in use or spread over other nodes"
@@ -118,7 +121,7 @@ class RayCluster(ClusterBase):
         self._assign(slots, places)
         single_node = self._session.owned and len({place["node_id"] for place in places}) == 1
         if not single_node:
-            self._router_host = self._get(self._router.node_ip.remote())
+            self._router_host = self._get(self._router.where.remote())["node_ip"]
             for slot, place in zip(slots, places, strict=True):
                 slot.host = place["node_ip"]
         self._progress("loading the model")
@@ -128,17 +131,21 @@ class RayCluster(ClusterBase):
         infos = self._get([self._join(slot) for slot in slots])
         for slot, info in zip(slots, infos, strict=True):
             slot.info = info
-        self._get(self._router.wait_ready.remote(len(slots), self.config.start_timeout_s))
+        self._get(self._router.wait_ready.remote(len(slots), self._ready_by - time.monotonic()))
+        self._router_node = self._get(self._router.where.remote())["node_id"]
         self._supervisor.watch("router", self._router)
         for slot in slots:
             self._supervisor.watch(slot.spec.worker_id, slot.actor)
-        self._supervisor.start()
 
     def _new_router(self, config: ClusterConfig | None = None) -> Any:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
         # A few calls at once: it answers for itself while another call waits for workers to be ready.
+        # A restarted one must come back at its addresses, so on its node.
+        place = NodeAffinitySchedulingStrategy(self._router_node, soft=False) if self._router_node else "DEFAULT"
         return (
             self._ray.remote(RouterActor)
-            .options(num_cpus=0, max_concurrency=4)
+            .options(num_cpus=0, max_concurrency=4, scheduling_strategy=place)
             .remote(dump_config(config or self.config))
         )
 
@@ -178,10 +185,10 @@ class RayCluster(ClusterBase):
                 slots[index].cores = cores
 
     def _get(self, refs: Any) -> Any:
-        """The actors' answers, as what they raised where they raised."""
+        """The actors' answers by `_ready_by`, as what they raised where they raised."""
         errors = self._ray.exceptions
         try:
-            return self._ray.get(refs, timeout=self.config.start_timeout_s)
+            return self._ray.get(refs, timeout=max(0.0, self._ready_by - time.monotonic()))
         except errors.GetTimeoutError:
             limit = f"start_timeout_s={self.config.start_timeout_s:g}"
             raise ClusterError(f"the cluster was not ready within {limit}") from None
@@ -207,6 +214,7 @@ class RayCluster(ClusterBase):
             else:
                 slot = self._slots[name]
                 slot.actor = actor = self._new_worker(slot)
+        self._ready_by = time.monotonic() + self.config.start_timeout_s
         if name == "router":
             back_port = int(self._back.rpartition(":")[2])
             self._get(actor.start.remote(self._model_path, self._router_host, back_port))
@@ -227,13 +235,14 @@ class RayCluster(ClusterBase):
 
     def num_held_blocks(self) -> dict[str, int]:
         """Blocks not free, by worker."""
-        counts = self._get([slot.actor.num_held_blocks.remote() for slot in self._slots.values()])
+        calls = [slot.actor.num_held_blocks.remote() for slot in self._slots.values()]
+        counts = self._ray.get(calls, timeout=STOP_TIMEOUT_S)
         return dict(zip(self._slots, counts, strict=True))
 
     def details(self) -> dict[str, Any]:
         return {
             "ray_address": self._session.address,
-            "router_pid": self._get(self._router.pid.remote()),
+            "router_pid": self._ray.get(self._router.where.remote(), timeout=STOP_TIMEOUT_S)["pid"],
             "workers": [slot.info for slot in self._slots.values()],
         }
 
@@ -248,6 +257,12 @@ class RayCluster(ClusterBase):
             for slot in self._slots.values():
                 slot.actor = None
         self._supervisor.stop()
+        self._end_actors(actors)
+        self._supervisor.join()
+        if self._owns_session:
+            self._session.close()
+
+    def _end_actors(self, actors: list[Any]) -> None:
         if self._ray.is_initialized():
             errors = self._ray.exceptions
             if actors:
@@ -262,5 +277,3 @@ class RayCluster(ClusterBase):
                 from ray.util.placement_group import remove_placement_group
 
                 remove_placement_group(group)
-        if self._owns_session:
-            self._session.close()

@@ -200,7 +200,6 @@ class ReceivePort:
             offer.prompt,
             offer.sampling,
             prior=offer.prior,
-            sample=transfer.sample,
             deadline=None if offer.timeout_s is None else now + offer.timeout_s,
         )
         self._sessions[transfer] = self._by_key[transfer.key] = session
@@ -259,8 +258,8 @@ class ReceivePort:
     def on_blocks_free(self, now: float) -> list[Action]:
         return self._admit(now)
 
-    def on_abort(self, request_id: str, attempt: int, now: float) -> list[Action]:
-        session = self._by_key.get(RequestKey(request_id, attempt))
+    def on_abort(self, key: RequestKey, now: float) -> list[Action]:
+        session = self._by_key.get(key)
         if session is None:
             return []
         session.happens(Event.ABORT, Side.DECODE)
@@ -270,6 +269,8 @@ class ReceivePort:
         """P or the link to it is gone. What is committed D finishes alone; the rest goes back to the router."""
         actions: list[Action] = []
         for session in [s for s in self._sessions.values() if s.transfer.source == peer]:
+            if session.ended:
+                continue  # the engine refused it when the end of another one before made room for it
             if session.state is State.COMMITTED:
                 actions += self._recompute(session, f"the link was lost: {reason}", now)
                 continue
@@ -300,6 +301,7 @@ class ReceivePort:
         return actions
 
     def num_open(self) -> int:
+        """Transfers that hold blocks here."""
         return sum(bool(s.blocks) for s in self._sessions.values())
 
     def num_waiting(self) -> int:

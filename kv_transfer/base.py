@@ -14,7 +14,7 @@ Rules every transport keeps, and `tests/unit/test_transport_contract.py` checks:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -82,9 +82,7 @@ class KVTransport(Protocol):
         """
         ...
 
-    def receive(
-        self, peer: str, transfer: TransferId, refs: Sequence[int], blocks: Sequence[tuple[int, int]]
-    ) -> None:
+    def receive(self, peer: str, transfer: TransferId, refs: Sequence[int], blocks: Sequence[tuple[int, int]]) -> None:
         """Let blocks of this transfer be written: each `(index in the transfer, local block id)`.
 
         Data that comes for a transfer or an index not announced here is dropped and counted.
@@ -114,7 +112,3 @@ class KVTransport(Protocol):
     def next_deadline(self, now: float) -> float | None:
         """When `completions` must be called even if nothing became readable (an unfinished `Sent`)."""
         ...
-
-
-WakeUp = Callable[[], None]
-"""Called from any thread when `completions` has news that no pollable shows."""

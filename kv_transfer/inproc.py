@@ -15,14 +15,14 @@ import os
 import threading
 import uuid
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.protocol import TransferId
-from kv_transfer.base import BlockMemory, Completion, LinkLost, Received, Sent, WakeUp
+from kv_transfer.base import BlockMemory, Completion, LinkLost, Received, Sent
 from kv_transfer.expected import ExpectedBlocks, TransportStats
 
 MAX_BYTES_PER_CALL = 64 << 20
@@ -45,16 +45,15 @@ class _Shipment(NamedTuple):
 
 
 class InprocTransport:
-    """`wake`, if given, is called besides the eventfd among `pollables` when there is news."""
+    """One worker's end, under an address of its own."""
 
     pulls = False
 
-    def __init__(self, wake: WakeUp | None = None):
+    def __init__(self) -> None:
         name = uuid.uuid4().hex
         self.address = f"inproc://{name}"
         self.stats = TransportStats()
         self._name = name
-        self._wake = wake
         self._pool: BlockMemory | None = None
         self._expected = ExpectedBlocks()
         self._links: dict[str, InprocTransport] = {}
@@ -226,11 +225,3 @@ class InprocTransport:
         with self._lock:
             if self._event >= 0:
                 os.eventfd_write(self._event, 1)
-        if self._wake is not None:
-            self._wake()
-
-
-def open_endpoints() -> Iterable[str]:
-    """Addresses of endpoints that are not closed."""
-    with _endpoints_lock:
-        return [endpoint.address for endpoint in _endpoints.values()]

@@ -83,8 +83,6 @@ class ZmqPeerLinks:
         self.data_address = transport.address
         self.bytes_sent = 0
         self.bytes_received = 0
-        self.num_malformed = 0
-        self.num_undeliverable = 0
         transport.register(pool)
 
     # --- out --------------------------------------------------------------------------------------
@@ -133,7 +131,6 @@ class ZmqPeerLinks:
                 self._from_prefill.send_multipart([peer.encode(), _TO_PREFILL.encode(message)], flags=zmq.DONTWAIT)
         except (KeyError, zmq.ZMQError) as e:
             # The peer is gone or stuck. Its transfers end by lease or by the router's word; nothing to repair here.
-            self.num_undeliverable += 1
             log.debug("message %s to %s was not sent: %s", type(message).__name__, peer, e)
 
     def _dealer(self, address: str) -> zmq.Socket[bytes]:
@@ -182,7 +179,6 @@ class ZmqPeerLinks:
         try:
             return codec.decode(data)
         except ProtocolError as e:
-            self.num_malformed += 1
             log.warning("dropped a malformed session message: %s", e)
             return None
 

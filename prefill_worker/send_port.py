@@ -76,15 +76,6 @@ class SendEngine(Protocol):
     def abort(self, key: RequestKey, now: float) -> list[Effect]: ...
 
 
-class HeldTransfer(msgspec.Struct, frozen=True):
-    """A line of the ledger: who holds blocks, why, until when (seconds; None: no lease runs)."""
-
-    transfer: TransferId
-    state: str
-    num_blocks: int
-    until: float | None
-
-
 class _Peer:
     """A decode worker, and how far the introduction has come."""
 
@@ -147,7 +138,7 @@ class SendPort:
             return self._hold(submit, f"prefill worker {self._worker_id} knows no decode worker {submit.decode}")
         if peer.refusal is not None:
             return self._hold(submit, peer.refusal)
-        transfer = TransferId(*submit.key, submit.sample, self._incarnation, peer.worker.incarnation)
+        transfer = TransferId(*submit.key, self._incarnation, peer.worker.incarnation)
         offer = Offer(transfer, submit.prompt, submit.prior, submit.sampling, submit.timeout_s)
         num_blocks = self._layout.num_blocks_for(len(submit.prompt) + len(submit.prior))
         session = SendSession(offer, num_blocks, lease_s=self._lease_s, now=now, counters=self.counters)
@@ -183,7 +174,9 @@ class SendPort:
             actions += self._peer_lost(incarnation, now)
         for incarnation, worker in present.items():
             if incarnation not in self._peers:
-                self._peers[incarnation] = _Peer(worker)
+                self._peers[incarnation] = peer = _Peer(worker)
+                # It may have been lost and be back: what was on its way then is not all reported yet.
+                peer.in_flight = sum(len(s.unsent) for s in self._sessions.values() if s.transfer.target == incarnation)
                 self._incarnations[worker.worker_id] = incarnation
                 self._deadlines.set(incarnation, now + self._repeat_s)
                 actions += [ConnectPeer(worker), ToPeer(incarnation, self._hello)]
@@ -370,15 +363,8 @@ class SendPort:
         return actions
 
     def num_open(self) -> int:
+        """Transfers that may still hold blocks here."""
         return sum(s.granted for s in self._sessions.values())
-
-    def ledger(self) -> list[HeldTransfer]:
-        """Who holds blocks here for a transfer, why, and until when."""
-        return [
-            HeldTransfer(s.transfer, s.state.value, s.num_blocks, s.lease_at)
-            for s in self._sessions.values()
-            if s.granted
-        ]
 
     # --- inside ---------------------------------------------------------------------------------
 
@@ -440,7 +426,7 @@ class SendPort:
     def _expire(self, session: SendSession, now: float) -> list[Action]:
         actions: list[Action] = []
         if session.unsent:
-            actions += self._drop_link(session.transfer.target, reconnect=session.transfer.target in self._peers)
+            actions += self._drop_link(session.transfer.target)
         if not session.ended:
             session.happens(Event.EXPIRE, Side.PREFILL)
             actions.append(self._tell_abort(session, "the prefill worker's lease ran out"))
@@ -454,21 +440,24 @@ class SendPort:
                 actions += self._fail(other, "transfer", "the link was torn down for another transfer's lease", now)
         return actions
 
-    def _drop_link(self, peer: str, *, reconnect: bool = True) -> list[Action]:
-        """Nothing but `Sent` comes of what is unsent on the link now. What is to be said to the peer comes after."""
+    def _drop_link(self, peer: str) -> list[Action]:
+        """Nothing but `Sent` comes of what is unsent on the link now. What is to be said to the peer comes after.
+
+        A peer that is lost gets no new link; the transport may still read blocks that were meant for it.
+        """
         for session in self._sessions.values():
             if session.transfer.target == peer and session.unsent:
                 session.link_dropped = True
                 self._schedule(session)
-        return [DropLink(peer), ConnectPeer(self._peers[peer].worker)] if reconnect else [DropLink(peer)]
+        known = self._peers.get(peer)
+        return [DropLink(peer)] if known is None else [DropLink(peer), ConnectPeer(known.worker)]
 
     def _peer_lost(self, incarnation: str, now: float) -> list[Action]:
-        worker_id = self._peers[incarnation].worker.worker_id
-        actions = self._drop_link(incarnation, reconnect=False)
+        worker_id = self._peers.pop(incarnation).worker.worker_id
+        actions = self._drop_link(incarnation)
         for session in self._open_with(incarnation):
             session.happens(Event.LOST, Side.PREFILL)
             actions += self._fail(session, "peer_lost", f"decode worker {worker_id} is lost", now)
-        del self._peers[incarnation]
         self._deadlines.set(incarnation, None)
         if self._incarnations.get(worker_id) == incarnation:
             del self._incarnations[worker_id]

@@ -27,16 +27,27 @@ class SendWorker(msgspec.Struct, frozen=True):
 
 
 class NewTokens(msgspec.Struct, frozen=True):
-    """The request's next tokens, in order, each exactly once."""
+    """A sample's next tokens, in order, each exactly once."""
 
     client: ClientId
     label: str
     request_id: str
     tokens: tuple[int, ...]
+    sample: int = 0
+
+
+class SampleDone(msgspec.Struct, frozen=True):
+    """One of several samples ended; nothing follows for it. After the last one comes the RequestDone."""
+
+    client: ClientId
+    label: str
+    request_id: str
+    sample: int
+    finish_reason: FinishReason
 
 
 class RequestDone(msgspec.Struct, frozen=True):
-    """The request ended; nothing follows for it."""
+    """All samples of the request ended; nothing follows for it. What is told of one sample is of sample 0."""
 
     client: ClientId
     label: str
@@ -59,6 +70,8 @@ class RequestFailed(msgspec.Struct, frozen=True):
     code: str
     message: str
     field: str | None = None
+    n: int = 1
+    """Samples that the request had."""
 
 
-RouterAction = SendWorker | NewTokens | RequestDone | RequestFailed
+RouterAction = SendWorker | NewTokens | SampleDone | RequestDone | RequestFailed

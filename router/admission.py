@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.errors import InvalidRequestError, OverloadedError, RequestTooLargeError
-from baton.protocol import MAX_PROMPT_TOKENS, Generate
+from baton.protocol import MAX_PROMPT_TOKENS, Generate, SamplingParams
 from router.policy import Demand, PlacementPolicy
 from router.view import ClusterView
 
@@ -34,18 +34,37 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
         )
 
 
-def admit(
-    num_prompt: int, max_tokens: int, *, view: ClusterView, policy: PlacementPolicy, num_open: int, max_requests: int
-) -> None:
-    """Let a request of these sizes (tokens) in beside `num_open` others, or raise.
+def check_sampling(sampling: SamplingParams) -> None:
+    """What the fields' own ranges do not say; else InvalidRequestError."""
+    if sampling.min_tokens > sampling.max_tokens:
+        raise InvalidRequestError(
+            f"min_tokens {sampling.min_tokens} is more than max_tokens {sampling.max_tokens}", field="min_tokens"
+        )
 
-    InvalidRequestError: nothing to start from. RequestTooLargeError: no worker known could ever hold
-    it. OverloadedError: `max_requests` are open already.
+
+def admit(
+    num_prompt: int,
+    max_tokens: int,
+    *,
+    view: ClusterView,
+    policy: PlacementPolicy,
+    num_open: int,
+    max_requests: int,
+    n: int = 1,
+) -> None:
+    """Let `n` samples of a request of these sizes (tokens) in beside `num_open` others, or raise.
+
+    InvalidRequestError: nothing to start from, or more samples than are ever let in. RequestTooLargeError: no
+    worker known could ever hold it. OverloadedError: with it more than `max_requests` would be open.
     """
     if num_prompt < 1:
         raise InvalidRequestError("the prompt has no tokens; give at least one to start from", field="prompt")
+    if n > max_requests:
+        raise InvalidRequestError(
+            f"n is {n}, but router.max_requests, which counts samples, is {max_requests}", field="n"
+        )
     check_size(num_prompt, max_tokens, view=view, policy=policy)
-    if num_open >= max_requests:
+    if num_open + n > max_requests:
         raise OverloadedError(
             f"{num_open} requests are in the system, router.max_requests is {max_requests}; retry when some have ended"
         )

@@ -15,7 +15,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import zmq
 import zmq.asyncio
@@ -34,7 +34,7 @@ from baton.protocol import (
     ToClient,
     ToRouterFromClient,
 )
-from router.completion import Collector, Completion, Prompt, StreamDelta, build_generate
+from router.completion import Collector, Completion, GenerateOptions, Prompt, StreamDelta, build_generate
 
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 10.0
@@ -51,8 +51,8 @@ class _Call:
 
     __slots__ = ("collector", "sink")
 
-    def __init__(self, sink: Callable[[Event], None], started_at: float):
-        self.collector = Collector(started_at)
+    def __init__(self, sink: Callable[[Event], None], started_at: float, n: int):
+        self.collector = Collector(started_at, n)
         self.sink = sink
 
 
@@ -102,9 +102,9 @@ class AsyncStream:
         assert self.completion is not None
         return self.completion
 
-    def cancel(self) -> None:
-        """Ask for the end: the iteration then ends with a completion whose finish reason is `abort`."""
-        self._client._cancel(self._label)
+    def cancel(self, sample: int | None = None) -> None:
+        """Ask for the end, of all or of one sample: the completion's or the choice's finish reason is `abort` then."""
+        self._client._cancel(self._label, sample)
 
     async def __aenter__(self) -> AsyncStream:
         return self
@@ -160,25 +160,18 @@ class AsyncRouterClient:
         self,
         prompt: Prompt,
         *,
-        max_tokens: int = 256,
-        temperature: float = 0.0,
-        seed: int | None = None,
-        ignore_eos: bool = False,
-        stop_token_ids: Iterable[int] = (),
         timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> Completion:
         """Run one request to its end; cancelling the coroutine ends it. `prompt`: text, token ids or chat messages.
 
-        Raises the typed errors of `baton.errors`; RequestFailedError also after `timeout` seconds.
+        `options`: see `GenerateOptions`. Raises the typed errors of `baton.errors`; RequestFailedError also after
+        `timeout` seconds.
         """
         stream = self.stream(
             prompt,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
-            ignore_eos=ignore_eos,
-            stop_token_ids=stop_token_ids,
             timeout=timeout,
+            **options,
         )
         return await stream.result()
 
@@ -186,22 +179,14 @@ class AsyncRouterClient:
         self,
         prompt: Prompt,
         *,
-        max_tokens: int = 256,
-        temperature: float = 0.0,
-        seed: int | None = None,
-        ignore_eos: bool = False,
-        stop_token_ids: Iterable[int] = (),
         timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> AsyncStream:
         """Start a request now and return its stream. Wrong arguments raise InvalidRequestError at once."""
         message = build_generate(
             self._new_label(),
             prompt,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
-            ignore_eos=ignore_eos,
-            stop_token_ids=stop_token_ids,
+            **options,
         )
         stream = AsyncStream(self, message.label, timeout)
         self._start(message, stream._events.put_nowait, time.monotonic())
@@ -293,10 +278,12 @@ class AsyncRouterClient:
             if kind is Delta:
                 call = self._calls.get(message.label)
                 if call is not None:
-                    call.sink(call.collector.add(message.token_ids, message.text, at))
+                    call.sink(call.collector.add(message, at))
             elif kind is Done:
                 call = self._calls.pop(message.label, None)
                 if call is not None:
+                    if message.text:
+                        call.sink(call.collector.add(Delta(message.label, (), message.text), at))
                     call.sink(call.collector.complete(message, at))
             elif kind is Failed:
                 self._on_failed(message)
@@ -339,7 +326,7 @@ class AsyncRouterClient:
     def _start(self, message: Generate, sink: Callable[[Event], None], started_at: float) -> None:
         """Send it, after connecting if need be. `sink` gets what happens, last a Completion or an error."""
         label = message.label
-        call = self._calls[label] = _Call(sink, started_at)
+        call = self._calls[label] = _Call(sink, started_at, message.n)
         if self._connecting is not None and self._connecting.done() and not self._failed_to_connect():
             self._send(message)
             return
@@ -356,9 +343,9 @@ class AsyncRouterClient:
 
         self._spawn(connect_and_send())
 
-    def _cancel(self, label: str) -> None:
+    def _cancel(self, label: str, sample: int | None = None) -> None:
         if label in self._calls:
-            self._send(Cancel(label))
+            self._send(Cancel(label, sample))
 
     def _abandon(self, label: str) -> None:
         """End it and do not wait for the answer."""

@@ -1,4 +1,4 @@
-"""The router's open requests: found by id, by client and label, by when they are due, and by what they cost.
+"""The router's open requests, sample by sample: found by id, by client and label, by when they are due, by their cost.
 
 Pure bookkeeping that keeps these indexes in step. Must not know messages, and decides nothing.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from router.actions import ClientId
-from router.request import RoutedRequest, State
+from router.request import ClientRequest, RoutedRequest, SampleId, State
 from router.view import ClusterView, WorkerView
 
 
@@ -16,37 +16,48 @@ class RequestBook:
     """Every open request is in it exactly once; `remove` undoes all that `add`, `charge` and `set_timer` did."""
 
     def __init__(self, view: ClusterView):
-        self.by_id: dict[str, RoutedRequest] = {}
-        self.timers: dict[str, float] = {}
-        """At most one per request: parked, settling, or running with a gap in its tokens."""
+        self.by_id: dict[SampleId, RoutedRequest] = {}
+        self.timers: dict[SampleId, float] = {}
+        """At most one per sample: parked, settling, or running with a gap in its tokens."""
         self.wake_at = math.inf
         """Not later than any timer. It may be earlier than all of them, `due` makes it exact again."""
         self._view = view
-        self._by_client: dict[ClientId, dict[str, RoutedRequest]] = {}
+        self._by_client: dict[ClientId, dict[str, ClientRequest]] = {}
 
     def __len__(self) -> int:
+        """Open samples."""
         return len(self.by_id)
 
-    def add(self, request: RoutedRequest) -> None:
-        assert request.request_id not in self.by_id, "request ids are minted once"
-        self.by_id[request.request_id] = request
-        self._by_client.setdefault(request.client, {})[request.label] = request
+    def add(self, owner: ClientRequest) -> None:
+        for request in owner.samples:
+            assert request.id not in self.by_id, "request ids are minted once"
+            self.by_id[request.id] = request
+        self._by_client.setdefault(owner.client, {})[owner.label] = owner
 
     def remove(self, request: RoutedRequest) -> None:
-        del self.by_id[request.request_id]
-        labels = self._by_client[request.client]
-        del labels[request.label]
-        if not labels:
-            del self._by_client[request.client]
-        self.timers.pop(request.request_id, None)
+        """The sample has ended; its client's request leaves with its last one."""
+        del self.by_id[request.id]
+        self.timers.pop(request.id, None)
         self.release(request)
+        request.state = State.ENDED
+        owner = request.owner
+        owner.num_open -= 1
+        if not owner.num_open:
+            labels = self._by_client[owner.client]
+            del labels[owner.label]
+            if not labels:
+                del self._by_client[owner.client]
 
-    def find(self, client: ClientId, label: str) -> RoutedRequest | None:
+    def find(self, client: ClientId, label: str) -> ClientRequest | None:
         labels = self._by_client.get(client)
         return None if labels is None else labels.get(label)
 
-    def of_client(self, client: ClientId) -> list[RoutedRequest]:
+    def of_client(self, client: ClientId) -> list[ClientRequest]:
         return list(self._by_client.get(client, {}).values())
+
+    def owners(self) -> list[ClientRequest]:
+        """Every client's open requests."""
+        return [owner for labels in self._by_client.values() for owner in labels.values()]
 
     def clients(self) -> dict[ClientId, str]:
         """Clients with open requests, each with the label of its oldest one."""
@@ -97,19 +108,19 @@ class RequestBook:
     # --- timers -----------------------------------------------------------------------------------
 
     def set_timer(self, request: RoutedRequest, at: float) -> None:
-        self.timers[request.request_id] = at
+        self.timers[request.id] = at
         self.wake_at = min(self.wake_at, at)
 
     def clear_timer(self, request: RoutedRequest) -> None:
-        self.timers.pop(request.request_id, None)
+        self.timers.pop(request.id, None)
 
     def due(self, now: float) -> list[RoutedRequest]:
         """Requests whose timer has run out; their timers are gone."""
         if now < self.wake_at:
             return []
-        due = [self.by_id[request_id] for request_id, at in self.timers.items() if at <= now]
+        due = [self.by_id[sample] for sample, at in self.timers.items() if at <= now]
         for request in due:
-            del self.timers[request.request_id]
+            del self.timers[request.id]
         self.wake_at = min(self.timers.values(), default=math.inf)
         return due
 
@@ -117,8 +128,9 @@ class RequestBook:
 
     def check_integrity(self) -> None:
         """Assert that all indexes agree and that every worker is charged exactly for what is open on it."""
-        listed = [r for labels in self._by_client.values() for r in labels.values()]
-        assert len(listed) == len(self.by_id) and all(self.by_id[r.request_id] is r for r in listed)
+        listed = [request for owner in self.owners() for request in owner.open_samples()]
+        assert len(listed) == len(self.by_id) and all(self.by_id[r.id] is r for r in listed)
+        assert all(owner.num_open == len(owner.open_samples()) > 0 for owner in self.owners()), "ends with its samples"
         assert all(self._by_client.values()), "a client without open requests is forgotten"
         assert set(self.timers) <= set(self.by_id), "timers of ended requests"
         assert all(self.wake_at <= at for at in self.timers.values()), "a timer that nobody wakes for"
@@ -131,7 +143,7 @@ class RequestBook:
             self._check_request(request)
 
     def _check_request(self, request: RoutedRequest) -> None:
-        timed = request.request_id in self.timers
+        timed = request.id in self.timers
         assert not request.fresh, f"undelivered tokens between events: {request}"
         assert len(request.tokens) <= request.sampling.max_tokens, request
         assert all(index > len(request.tokens) for index in request.held), f"held back for nothing: {request}"

@@ -10,8 +10,8 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Coroutine, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar, Unpack
 
 from baton.errors import ClusterError, RequestFailedError
 from baton.protocol import Status
@@ -23,9 +23,19 @@ from router.async_client import (
     AsyncStream,
     Event,
 )
-from router.completion import Completion, Prompt, StreamDelta, build_generate
+from router.completion import Choice, Completion, GenerateOptions, Prompt, StreamDelta, build_generate
 
-__all__ = ["AsyncRouterClient", "AsyncStream", "Completion", "Prompt", "RouterClient", "Stream", "StreamDelta"]
+__all__ = [
+    "AsyncRouterClient",
+    "AsyncStream",
+    "Choice",
+    "Completion",
+    "GenerateOptions",
+    "Prompt",
+    "RouterClient",
+    "Stream",
+    "StreamDelta",
+]
 
 T = TypeVar("T")
 
@@ -67,9 +77,9 @@ class Stream:
         assert self.completion is not None
         return self.completion
 
-    def cancel(self) -> None:
-        """Ask for the end: the iteration then ends with a completion whose finish reason is `abort`."""
-        self._client._post(self._client._async._cancel, self._label)
+    def cancel(self, sample: int | None = None) -> None:
+        """Ask for the end, of all or of one sample: the completion's or the choice's finish reason is `abort` then."""
+        self._client._post(self._client._async._cancel, self._label, sample)
 
     def __enter__(self) -> Stream:
         return self
@@ -121,25 +131,18 @@ class RouterClient:
         self,
         prompt: Prompt,
         *,
-        max_tokens: int = 256,
-        temperature: float = 0.0,
-        seed: int | None = None,
-        ignore_eos: bool = False,
-        stop_token_ids: Iterable[int] = (),
         timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> Completion:
         """Run one request to its end. `prompt`: text, token ids or chat messages.
 
-        Raises the typed errors of `baton.errors`; RequestFailedError also after `timeout` seconds.
+        `options`: see `GenerateOptions`. Raises the typed errors of `baton.errors`; RequestFailedError also after
+        `timeout` seconds.
         """
         stream = self.stream(
             prompt,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
-            ignore_eos=ignore_eos,
-            stop_token_ids=stop_token_ids,
             timeout=timeout,
+            **options,
         )
         return stream.result()
 
@@ -147,23 +150,15 @@ class RouterClient:
         self,
         prompt: Prompt,
         *,
-        max_tokens: int = 256,
-        temperature: float = 0.0,
-        seed: int | None = None,
-        ignore_eos: bool = False,
-        stop_token_ids: Iterable[int] = (),
         timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> Stream:
         """Start a request now and return its stream. Wrong arguments raise InvalidRequestError at once."""
         started_at = time.monotonic()
         message = build_generate(
             self._async._new_label(),
             prompt,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
-            ignore_eos=ignore_eos,
-            stop_token_ids=stop_token_ids,
+            **options,
         )
         stream = Stream(self, message.label, timeout)
         if not self._post(self._async._start, message, stream._events.put, started_at):

@@ -6,28 +6,77 @@ Plain data and arithmetic; must not know sockets. Times of the client are `time.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import msgspec
 
 from baton.errors import InvalidRequestError
-from baton.protocol import ChatMessage, Done, FinishReason, Generate, SamplingParams, Usage
+from baton.protocol import ChatMessage, Delta, Done, FinishReason, Generate, SamplingParams, Usage
 from baton.timeline import RequestTimeline
+from router.admission import check_sampling
 
 Prompt = str | list[int] | tuple[int, ...] | list[dict[str, str]]
 
 
+class GenerateOptions(TypedDict, total=False):
+    """What a request may ask for beside its prompt; defaults and ranges are those of `baton.protocol.SamplingParams`.
+
+    Narrowing follows vLLM: temperature, then min_p, top_k, top_p. Same seed, same tokens, wherever they are computed.
+    """
+
+    max_tokens: int
+    temperature: float
+    """0 (the default) takes the most probable token."""
+    seed: int | None
+    """None: a new one each time."""
+    top_k: int
+    """Only the k most probable tokens; 0: off."""
+    top_p: float
+    """Only the fewest most probable tokens that together have this probability; 1: off."""
+    min_p: float
+    """Only tokens at least this share as probable as the most probable one; 0: off."""
+    min_tokens: int
+    """No EOS, stop token or stop string before so many tokens."""
+    ignore_eos: bool
+    stop_token_ids: Iterable[int]
+    stop: str | Iterable[str]
+    """The text ends before the first of these strings; the tokens end with the one that completed it."""
+    include_stop_str_in_output: bool
+    """The text ends after the stop string instead."""
+    n: int
+    """So many answers to the prompt, drawn independently (`Completion.choices`)."""
+
+
 class StreamDelta(msgspec.Struct, frozen=True):
-    """New tokens of a stream. `text` may be empty, or lag behind the tokens by an incomplete character."""
+    """New tokens of a stream. `text` may be empty, or lag behind the tokens: by an incomplete character, or by
+    what may be the start of a stop string. The last one may have only text.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     at: float
     """When it arrived."""
+    sample: int = 0
+    """Which of the request's `n` answers it continues."""
+    finish_reason: FinishReason | None = None
+    """With `n` > 1: this answer ends here. (A single answer's end is the Completion.)"""
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """One of the answers to a request. `index` is also the sample number that its random numbers depend on."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that ended: what came out, where it ran, and where its time went."""
+    """A request that ended: what came out, where it ran, and where its time went.
+
+    Of several answers, text, tokens, finish reason, workers and times are those of `choices[0]`; usage and
+    `kv_bytes` count all of them.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -48,6 +97,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """Arrival of each token; tokens of one delta share it."""
     latency_s: float
     """From the call to the end of the request."""
+    choices: tuple[Choice, ...]
+    """All `n` answers, in order."""
 
     @property
     def ttft_s(self) -> float | None:
@@ -74,27 +125,45 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
         return plain
 
 
-class Collector:
-    """Adds up the deltas of one request."""
+class _Answer:
+    __slots__ = ("finish_reason", "text", "times", "tokens")
 
-    __slots__ = ("started_at", "text", "times", "tokens")
-
-    def __init__(self, started_at: float):
-        self.started_at = started_at
+    def __init__(self) -> None:
         self.text: list[str] = []
         self.tokens: list[int] = []
         self.times: list[float] = []
+        self.finish_reason: FinishReason = "abort"
 
-    def add(self, token_ids: tuple[int, ...], text: str, at: float) -> StreamDelta:
-        self.text.append(text)
-        self.tokens.extend(token_ids)
-        self.times.extend([at] * len(token_ids))
-        return StreamDelta(text, token_ids, at)
+
+class Collector:
+    """Adds up the deltas of one request."""
+
+    __slots__ = ("answers", "started_at")
+
+    def __init__(self, started_at: float, n: int = 1):
+        self.started_at = started_at
+        self.answers = {sample: _Answer() for sample in range(n)}
+
+    def add(self, delta: Delta, at: float) -> StreamDelta:
+        answer = self.answers.setdefault(delta.sample, _Answer())
+        answer.text.append(delta.text)
+        answer.tokens.extend(delta.token_ids)
+        answer.times.extend([at] * len(delta.token_ids))
+        if delta.finish_reason is not None:
+            answer.finish_reason = delta.finish_reason
+        return StreamDelta(delta.text, delta.token_ids, at, delta.sample, delta.finish_reason)
 
     def complete(self, done: Done, at: float) -> Completion:
+        """`done.text` was added before, as a delta."""
+        first = self.answers[0]
+        first.finish_reason = done.finish_reason
+        choices = tuple(
+            Choice(index, "".join(answer.text), tuple(answer.tokens), answer.finish_reason)
+            for index, answer in sorted(self.answers.items())
+        )
         return Completion(
-            text="".join(self.text) + done.text,
-            token_ids=tuple(self.tokens),
+            text=choices[0].text,
+            token_ids=choices[0].token_ids,
             finish_reason=done.finish_reason,
             usage=done.usage,
             request_id=done.request_id,
@@ -104,33 +173,39 @@ class Collector:
             kv_bytes=done.kv_bytes,
             timeline=RequestTimeline(marks=dict(done.marks)),
             started_at=self.started_at,
-            token_times=tuple(self.times),
+            token_times=tuple(first.times),
             latency_s=at - self.started_at,
+            choices=choices,
         )
 
 
-def build_generate(
-    label: str,
-    prompt: Prompt,
-    *,
-    max_tokens: int,
-    temperature: float,
-    seed: int | None,
-    ignore_eos: bool,
-    stop_token_ids: Iterable[int],
-) -> Generate:
+def build_generate(label: str, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generate:
     """The message for these arguments, checked here so that a wrong one fails at the call (InvalidRequestError)."""
-    fields: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "temperature": float(temperature) if isinstance(temperature, int) else temperature,
-        "seed": seed,
-        "ignore_eos": ignore_eos,
-        "stop_token_ids": tuple(stop_token_ids),
-    }
-    types = {f.name: f.type for f in msgspec.structs.fields(SamplingParams)}
-    for name, value in fields.items():
-        _check(name, value, types[name])
-    sampling = SamplingParams(**fields)
+    given: dict[str, Any] = dict(options)
+    for name in given.keys() - GenerateOptions.__annotations__.keys():
+        raise TypeError(f"there is no option {name!r}; there are {', '.join(GenerateOptions.__annotations__)}")
+    if isinstance(given.get("stop"), str):
+        given["stop"] = (given["stop"],)
+    for name in ("stop", "stop_token_ids"):
+        if isinstance(given.get(name), Iterable):
+            given[name] = tuple(given[name])
+    for name, value in given.items():
+        if isinstance(value, int) and not isinstance(value, bool) and name in ("temperature", "top_p", "min_p"):
+            given[name] = value = float(value)
+        _check(name, value, _TYPES[name])
+    request = {name: given.pop(name) for name in _REQUEST_OPTIONS & given.keys()}
+    sampling = SamplingParams(**given)
+    check_sampling(sampling)
+    message = _with_prompt(label, prompt, sampling)
+    return msgspec.structs.replace(message, **request) if request else message
+
+
+_REQUEST_OPTIONS = {"stop", "include_stop_str_in_output", "n"}
+"""Options that are the router's business, not the workers'."""
+_TYPES = {field.name: field.type for kind in (SamplingParams, Generate) for field in msgspec.structs.fields(kind)}
+
+
+def _with_prompt(label: str, prompt: Prompt, sampling: SamplingParams) -> Generate:
     if isinstance(prompt, str):
         return Generate(label=label, sampling=sampling, text=prompt)
     if not isinstance(prompt, (list, tuple)):
@@ -144,7 +219,7 @@ def build_generate(
                 raise InvalidRequestError(f"prompt[{i}] must have role and content, nothing else", field="prompt")
             messages.append(ChatMessage(message["role"], message["content"]))
         return Generate(label=label, sampling=sampling, messages=tuple(messages))
-    _check("prompt", prompt, {f.name: f.type for f in msgspec.structs.fields(Generate)}["token_ids"])
+    _check("prompt", prompt, _TYPES["token_ids"])
     return Generate(label=label, sampling=sampling, token_ids=tuple(prompt))  # type: ignore[arg-type]
 
 

@@ -7,7 +7,7 @@ what is decided here.
 
 What holds, whatever comes (`check_integrity` and the property tests watch it):
 
-* A request that was accepted ends exactly once: leaving the book and the ending action are one act.
+* A request that was accepted ends exactly once, when its last sample leaves the book or one of them fails.
 * Each token index reaches the client once and in order; a retry continues from what was delivered.
 * Work charged to a worker in the view is released when the part of the request that caused it ends.
 """
@@ -15,6 +15,7 @@ What holds, whatever comes (`check_integrity` and the property tests watch it):
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
@@ -37,12 +38,12 @@ from baton.protocol import (
 )
 from baton.timeline import Mark
 from router.actions import ClientId, RequestFailed, SendWorker
-from router.admission import admit
+from router.admission import admit, check_sampling
 from router.lifecycle import Actions, Lifecycle
 from router.membership import Membership
 from router.policy import PlacementPolicy
 from router.records import RequestRecord
-from router.request import RoutedRequest, State
+from router.request import ClientRequest, RoutedRequest, State, TokenWatch
 from router.view import ClusterView, WorkerView
 
 
@@ -69,7 +70,7 @@ class RouterCore:
 
     @property
     def num_requests(self) -> int:
-        """Open requests."""
+        """Open requests; each sample counts as one."""
         return len(self._book)
 
     def clients(self) -> dict[ClientId, str]:
@@ -106,14 +107,19 @@ class RouterCore:
         now: float,
         *,
         received_at: float | None = None,
+        n: int = 1,
+        watches: Sequence[TokenWatch] = (),
     ) -> Actions:
-        """A new request. `seed` is used where `sampling` has none; `received_at`: when its bytes came (default `now`).
+        """A new request of `n` samples. `seed` is used where `sampling` has none.
 
-        A refusal is the only action then, a RequestFailed.
+        `received_at`: when its bytes came (default `now`). `watches`: one per sample, or none. A refusal is the
+        only action then, a RequestFailed.
         """
+        assert not watches or len(watches) == n
         try:
             if self._book.find(client, label) is not None:
                 raise InvalidRequestError(f"label {label!r} belongs to an open request of this client", field="label")
+            check_sampling(sampling)
             admit(
                 len(prompt),
                 sampling.max_tokens,
@@ -121,41 +127,50 @@ class RouterCore:
                 policy=self._policy,
                 num_open=len(self._book),
                 max_requests=self._config.router.max_requests,
+                n=n,
             )
             if sampling.seed is None:
                 sampling = msgspec.structs.replace(sampling, seed=seed)
-            request = RoutedRequest(client, label, request_id, prompt, sampling)
+            owner = ClientRequest(client, label, request_id, prompt, sampling, n=n, watches=watches)
+            placement = self._policy.place(owner.samples[0].demand, self.view, now)
+        except BatonError as e:
+            return [RequestFailed(client, label, request_id, e.code, str(e), getattr(e, "field", None), n)]
+        self._book.add(owner)
+        out: Actions = []
+        for request in owner.samples:
             if self._config.router.request_timeout_s is not None:
                 request.ends_at = now + self._config.router.request_timeout_s
-            placement = self._policy.place(request.demand, self.view, now)
-        except BatonError as e:
-            return [RequestFailed(client, label, request_id, e.code, str(e), getattr(e, "field", None))]
-        self._book.add(request)
-        request.timeline.mark(Mark.RECEIVED, now if received_at is None else received_at)
-        out: Actions = []
-        self._life.start(request, placement, now, out)
+            request.timeline.mark(Mark.RECEIVED, now if received_at is None else received_at)
+            if request.sample:  # where the first one fits, they all do
+                placement = self._policy.place(request.demand, self.view, now)
+            self._life.start(request, placement, now, out)
         return out
 
-    def on_cancel(self, client: ClientId, label: str, now: float) -> Actions:
-        """End it with finish reason `abort`; unknown labels are a no-op (it may just have ended)."""
+    def on_cancel(self, client: ClientId, label: str, now: float, sample: int | None = None) -> Actions:
+        """End it, or only this sample of it, with finish reason `abort`.
+
+        Unknown labels and samples are a no-op (it may just have ended).
+        """
         out: Actions = []
-        request = self._book.find(client, label)
-        if request is not None:
-            self._life.cancel(request, out)
+        owner = self._book.find(client, label)
+        for request in () if owner is None else owner.open_samples():
+            if sample is None or request.sample == sample:
+                self._life.cancel(request, out)
         return out
 
     def on_client_gone(self, client: ClientId, now: float) -> Actions:
         """The client cannot be reached any more: end all that it has open."""
         out: Actions = []
-        for request in self._book.of_client(client):
-            self._life.cancel(request, out)
+        for owner in self._book.of_client(client):
+            for request in owner.open_samples():
+                self._life.cancel(request, out)
         return out
 
     def on_shutdown(self, now: float) -> Actions:
         """Fail whatever is open. Workers are told nothing: who stops the router stops them too."""
         out: Actions = []
-        for request in list(self._book.by_id.values()):
-            self._life.fail(request, "request_failed", "the router was stopped before the request ended", out)
+        for owner in self._book.owners():
+            self._life.fail_request(owner, "request_failed", "the router was stopped before the request ended", out)
         return out
 
     # --- events: workers --------------------------------------------------------------------------
@@ -222,15 +237,15 @@ class RouterCore:
         if message.load is not None:
             worker.load = message.load
         requests, life = self._book.by_id, self._life
-        for request_id, attempt, marks in message.marks:
-            request = requests.get(request_id)
+        for request_id, attempt, sample, marks in message.marks:
+            request = requests.get((request_id, sample))
             if request is not None and request.attempt == attempt:
                 request.timeline.merge(marks)
         touched: list[RoutedRequest] = []
         for request_id, attempt, sample, index, token, finish in message.tokens:
-            request = requests.get(request_id)
-            if request is None or request.attempt != attempt or sample:
-                life.abort(worker, RequestKey(request_id, attempt), out)
+            request = requests.get((request_id, sample))
+            if request is None or request.attempt != attempt:
+                life.abort(worker, RequestKey(request_id, attempt, sample), out)
                 continue
             if worker is request.decode:
                 request.decode_spoke = True
@@ -245,6 +260,8 @@ class RouterCore:
             request.take(index, token, finish)
         for request in touched:
             request.touched = False
+            if request.state is State.ENDED:
+                continue  # with another sample of its request, a moment ago
             if request.fresh:
                 life.deliver(request, out)
             if request.finish is not None:
@@ -253,7 +270,7 @@ class RouterCore:
             elif request.failed:
                 life.retry(request, f"{worker.worker_id} gave it up", now, out)
             elif request.held:
-                if request.request_id not in self._book.timers:
+                if request.id not in self._book.timers:
                     self._book.set_timer(request, now + self._timeout_s)
             elif self._book.timers:
                 self._book.clear_timer(request)
@@ -306,7 +323,7 @@ class RouterCore:
 
     def _current(self, worker: WorkerView, key: RequestKey) -> RoutedRequest | None:
         """The request whose current attempt `key` is, if `worker` takes part in it."""
-        request = self._book.by_id.get(key.request_id)
+        request = self._book.by_id.get((key.request_id, key.sample))
         if request is None or request.attempt != key.attempt:
             return None
         return request if worker is request.prefill or worker is request.decode else None
@@ -332,6 +349,8 @@ class RouterCore:
                 self._life.send(worker, beat, out)
                 self._beat_at = now + self._config.liveness.heartbeat_s
         for request in self._book.due(now):
+            if request.state is State.ENDED:
+                continue  # with another sample of its request, a moment ago
             if request.state is State.SETTLING:
                 self._life.settled(request, out)
             elif request.state is State.PARKED:

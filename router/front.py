@@ -15,15 +15,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgpack
+import msgspec
 
 from baton.codec import Codec
 from baton.errors import BatonError, CodecError, VersionError
 from baton.protocol import Alive, Cancel, Delta, Done, Failed, Generate, StatusRequest, ToClient, ToRouterFromClient
-from router.actions import NewTokens, RequestDone, RequestFailed, RouterAction
+from router.actions import NewTokens, RequestDone, RequestFailed, RouterAction, SampleDone
 from router.admission import check_source, check_token_ids
 from router.core import RouterCore
+from router.request import SampleId
 from router.sockets import RouterSocket, Unreachable
-from router.text import Detokenizer, Text
+from router.stop import StopStrings
+from router.text import Detokenizer, Text, WatchedText
 
 log = logging.getLogger("baton.router")
 
@@ -41,9 +44,9 @@ class Front:
         self._alive_s = alive_s
         self._in: Codec[Any] = Codec(ToRouterFromClient)
         self._out: Codec[Any] = Codec(ToClient)
-        self._detokenizers: dict[str, Detokenizer] = {}
-        self._waiting: dict[str, NewTokens] = {}
-        """Tokens not sent yet, by request."""
+        self._detokenizers: dict[SampleId, Detokenizer] = {}
+        self._waiting: dict[SampleId, NewTokens] = {}
+        """Tokens not sent yet."""
         self._gone: dict[bytes, str] = {}
         """Clients found unreachable, whose requests have not been ended yet, and why."""
 
@@ -63,7 +66,7 @@ class Front:
         if type(message) is Generate:
             return self._on_generate(peer, message, received_at)
         if type(message) is Cancel:
-            return self._core.on_cancel(peer, message.label, received_at)
+            return self._core.on_cancel(peer, message.label, received_at, message.sample)
         assert type(message) is StatusRequest
         self._send(peer, self._core.status(message.label, received_at))
         return []
@@ -85,22 +88,49 @@ class Front:
         now = time.monotonic()
         self.alive_at = min(self.alive_at, now + self._alive_s)
         seed = secrets.randbits(63)
+        watches = self._watch(message, request_id) if message.stop else ()
         return self._core.on_generate(
-            peer, message.label, request_id, seed, prompt, message.sampling, now, received_at=received_at
+            peer,
+            message.label,
+            request_id,
+            seed,
+            prompt,
+            message.sampling,
+            now,
+            received_at=received_at,
+            n=message.n,
+            watches=watches,
         )
+
+    def _watch(self, message: Generate, request_id: str) -> list[WatchedText]:
+        """Texts in which stop strings are looked for, one per sample."""
+        stops, watches = StopStrings(message.stop), []
+        for sample in range(message.n):
+            text = WatchedText(
+                self._text.detokenizer(),
+                stops,
+                include=message.include_stop_str_in_output,
+                min_tokens=message.sampling.min_tokens,
+            )
+            self._detokenizers[request_id, sample] = text
+            watches.append(text)
+        return watches
 
     # --- out --------------------------------------------------------------------------------------
 
-    def on_action(self, action: NewTokens | RequestDone | RequestFailed) -> None:
+    def on_action(self, action: NewTokens | SampleDone | RequestDone | RequestFailed) -> None:
         """Tell the client. `action.client` is its routing id."""
         if type(action) is NewTokens:
-            waiting = self._waiting.get(action.request_id)
+            sample = (action.request_id, action.sample)
+            waiting = self._waiting.get(sample)
             if waiting is not None:
-                action = NewTokens(action.client, action.label, action.request_id, waiting.tokens + action.tokens)
-            self._waiting[action.request_id] = action
-            return
-        text = self._last_text(action.request_id)
-        if type(action) is RequestDone:
+                action = msgspec.structs.replace(action, tokens=waiting.tokens + action.tokens)
+            self._waiting[sample] = action
+        elif type(action) is SampleDone:
+            tokens, text = self._rest((action.request_id, action.sample))
+            self._send(action.client, Delta(action.label, tokens, text, action.sample, action.finish_reason))
+        elif type(action) is RequestDone:
+            text = self._last_text((action.request_id, 0))
             done = Done(
                 label=action.label,
                 request_id=action.request_id,
@@ -115,6 +145,8 @@ class Front:
             )
             self._send(action.client, done)
         elif type(action) is RequestFailed:
+            for i in range(action.n):
+                self._last_text((action.request_id, i))
             failed = Failed(action.label, action.code, action.message, action.field, action.request_id)
             self._send(action.client, failed)
 
@@ -143,18 +175,29 @@ class Front:
             del self._gone[peer]
 
     def _send_delta(self, action: NewTokens) -> None:
-        detokenizer = self._detokenizers.get(action.request_id)
-        if detokenizer is None:
-            detokenizer = self._detokenizers[action.request_id] = self._text.detokenizer()
-        self._send(action.client, Delta(action.label, action.tokens, detokenizer.push(action.tokens)))
+        text = self._read((action.request_id, action.sample), action.tokens)
+        self._send(action.client, Delta(action.label, action.tokens, text, action.sample))
 
-    def _last_text(self, request_id: str) -> str:
-        """Sends the request's waiting tokens; returns the text that was held back."""
-        waiting = self._waiting.pop(request_id, None)
+    def _read(self, sample: SampleId, tokens: tuple[int, ...]) -> str:
+        detokenizer = self._detokenizers.get(sample)
+        if detokenizer is None:
+            detokenizer = self._detokenizers[sample] = self._text.detokenizer()
+        return detokenizer.push(tokens)
+
+    def _last_text(self, sample: SampleId) -> str:
+        """Sends the sample's waiting tokens; returns the text that was held back."""
+        waiting = self._waiting.pop(sample, None)
         if waiting is not None:
             self._send_delta(waiting)
-        detokenizer = self._detokenizers.pop(request_id, None)
+        detokenizer = self._detokenizers.pop(sample, None)
         return "" if detokenizer is None else detokenizer.flush()
+
+    def _rest(self, sample: SampleId) -> tuple[tuple[int, ...], str]:
+        """The sample's waiting tokens, and all text that has not been sent."""
+        waiting = self._waiting.pop(sample, None)
+        tokens = () if waiting is None else waiting.tokens
+        text = self._read(sample, tokens)
+        return tokens, text + self._detokenizers.pop(sample).flush()
 
     def _send(self, peer: Any, message: ToClient) -> None:
         if peer in self._gone:

@@ -6,21 +6,29 @@ or the messages that workers send. Every method appends its actions to `out`, in
 
 from __future__ import annotations
 
+import math
+
 from baton.config import ClusterConfig
 from baton.errors import OverloadedError
 from baton.protocol import Abort, Peers, Replace, RequestKey, Usage
 from baton.timeline import Mark
-from router.actions import NewTokens, RequestDone, RequestFailed, RouterAction, SendWorker, ToWorkerMessage
+from router.actions import (
+    NewTokens,
+    RequestDone,
+    RequestFailed,
+    RouterAction,
+    SampleDone,
+    SendWorker,
+    ToWorkerMessage,
+)
 from router.book import RequestBook
 from router.policy import Placement, PlacementPolicy
 from router.records import Records
-from router.request import RoutedRequest, State
+from router.request import ClientRequest, RoutedRequest, State
 from router.view import ClusterView, WorkerView
 
 SETTLE_S = 0.25
 """How long a finished request waits for prefill's account of the hand-over (bytes, marks)."""
-PATIENCE_S = 30.0
-"""How long a request that lost its worker waits for one to join before it fails."""
 MAX_REMEMBERED_ABORTS = 4096
 
 Actions = list[RouterAction]
@@ -35,6 +43,7 @@ class Lifecycle:
         self._view = view
         self._policy = policy
         self._max_attempts = config.router.max_attempts
+        self._worker_wait_s = config.router.worker_wait_s
         self._timeout_s = config.liveness.timeout_s
         self._aborted: dict[tuple[str, RequestKey], None] = {}
         """Incarnations and attempts that were told to end, so that each stale attempt is told once."""
@@ -92,7 +101,8 @@ class Lifecycle:
         """A parked request's wait is over: it may use the workers it avoided, or gives up if there are none."""
         request.avoid.clear()
         if request.give_up_at is not None and now >= request.give_up_at:
-            text = f"no worker joined within {PATIENCE_S:g} s after attempt {request.attempt} ended: {request.reason}"
+            waited = f"no worker joined in time (router.worker_wait_s is {self._worker_wait_s:g})"
+            text = f"{waited} after attempt {request.attempt} ended: {request.reason}"
             self.fail(request, "request_failed", text, out)
         else:
             self._start_or_park(request, self._find(request, now), now, out)
@@ -108,6 +118,8 @@ class Lifecycle:
     def move_from(self, worker: WorkerView, reason: str, now: float, out: Actions) -> None:
         """`worker`'s life is over, or counts as over: a new attempt for all that cannot do without it."""
         for request in self.book.on_worker(worker):
+            if request.state is State.ENDED:
+                continue  # with another sample of its request, a moment ago
             if request.finish is not None:
                 self.end(request, out)
             elif worker is request.decode or request.needs_prefill:
@@ -125,21 +137,27 @@ class Lifecycle:
             self.start(request, placement, now, out)
             return
         if request.give_up_at is None:
-            request.give_up_at = now + PATIENCE_S
-        wait = self._timeout_s if request.avoid else PATIENCE_S
+            request.give_up_at = min(now + self._worker_wait_s, request.ends_at or math.inf)
+        wait = self._timeout_s if request.avoid else self._worker_wait_s
         self.book.set_timer(request, min(request.give_up_at, now + wait))
 
     # --- tokens and endings -----------------------------------------------------------------------
 
     def deliver(self, request: RoutedRequest, out: Actions) -> None:
         """Pass on what came into order."""
-        out.append(NewTokens(request.client, request.label, request.request_id, tuple(request.fresh)))
+        owner = request.owner
+        out.append(NewTokens(owner.client, owner.label, owner.request_id, tuple(request.fresh), request.sample))
         request.fresh.clear()
 
     def finish(self, request: RoutedRequest, now: float, out: Actions) -> None:
         """All tokens are delivered. Wait for the hand-over's account, or see to it that nobody keeps anything."""
         self.book.release(request)
         self.book.clear_timer(request)
+        if request.cut:
+            assert request.prefill is not None and request.decode is not None, request
+            self.abort(request.decode, request.key, out)
+            if not request.decode_spoke:
+                self.abort(request.prefill, request.key, out)
         if request.prefill is request.decode or request.handed:
             self.end(request, out)
         elif request.decode_spoke and request.prefill is not None and request.prefill.ready:
@@ -164,27 +182,43 @@ class Lifecycle:
         self.end(request, out)
 
     def end(self, request: RoutedRequest, out: Actions) -> None:
-        """Done, with the reason that its last token named, or else `abort`."""
+        """Done, with the reason that its last token named, or else `abort`. The last sample ends the request."""
+        request.finish = request.finish or "abort"
         self.book.remove(request)
+        owner = request.owner
+        if len(owner.samples) > 1:
+            out.append(SampleDone(owner.client, owner.label, owner.request_id, request.sample, request.finish))
+        if owner.num_open:
+            return
+        first = owner.samples[0]
         done = RequestDone(
-            client=request.client,
-            label=request.label,
-            request_id=request.request_id,
-            finish_reason=request.finish or "abort",
-            usage=Usage(len(request.prompt), len(request.tokens)),
-            marks=dict(request.timeline.marks),
-            prefill_worker=request.placements[-1].prefill,
-            decode_worker=request.placements[-1].decode,
-            attempts=request.attempt + 1,
-            kv_bytes=request.kv_bytes,
+            client=owner.client,
+            label=owner.label,
+            request_id=owner.request_id,
+            finish_reason=first.finish or "abort",
+            usage=Usage(len(owner.prompt), sum(len(sample.tokens) for sample in owner.samples)),
+            marks=dict(first.timeline.marks),
+            prefill_worker=first.placements[-1].prefill,
+            decode_worker=first.placements[-1].decode,
+            attempts=max(sample.attempt for sample in owner.samples) + 1,
+            kv_bytes=sum(sample.kv_bytes for sample in owner.samples),
         )
-        self.records.add(request, done.finish_reason, "")
+        self.records.add(owner, done.finish_reason, "")
         out.append(done)
 
     def fail(self, request: RoutedRequest, code: str, text: str, out: Actions) -> None:
-        self.book.remove(request)
-        self.records.add(request, "error", text)
-        out.append(RequestFailed(request.client, request.label, request.request_id, code, text))
+        """This sample cannot be had, so the request fails: its other samples end too."""
+        for other in request.owner.open_samples():
+            if other is not request:
+                self.abort_attempt(other, out)
+        self.fail_request(request.owner, code, text, out)
+
+    def fail_request(self, owner: ClientRequest, code: str, text: str, out: Actions) -> None:
+        """End all of it as failed; no worker is told."""
+        for request in owner.open_samples():
+            self.book.remove(request)
+        self.records.add(owner, "error", text)
+        out.append(RequestFailed(owner.client, owner.label, owner.request_id, code, text, n=len(owner.samples)))
 
     # --- who is told ------------------------------------------------------------------------------
 

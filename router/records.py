@@ -5,13 +5,16 @@ from __future__ import annotations
 import msgspec
 
 from router.policy import Placement
-from router.request import RoutedRequest
+from router.request import ClientRequest
 
 MAX_RECORDS = 1024
 
 
 class RequestRecord(msgspec.Struct, frozen=True):
-    """One ended request: where it went and why, and when it passed what (`baton.timeline.Mark` -> seconds)."""
+    """One ended request: where it went and why, and when it passed what (`baton.timeline.Mark` -> seconds).
+
+    Of several samples: reason and marks are those of sample 0, the placements all of them, sample by sample.
+    """
 
     request_id: str
     label: str
@@ -34,7 +37,7 @@ class Records:
         self._limit = limit
         self._records: dict[str, RequestRecord] = {}
 
-    def add(self, request: RoutedRequest, finish_reason: str, error: str) -> None:
+    def add(self, request: ClientRequest, finish_reason: str, error: str) -> None:
         if len(self._records) >= self._limit:
             del self._records[next(iter(self._records))]
         self._records[request.request_id] = RequestRecord(
@@ -42,11 +45,11 @@ class Records:
             label=request.label,
             finish_reason=finish_reason,
             error=error,
-            retried=request.reason,
+            retried=next((sample.reason for sample in request.samples if sample.reason), ""),
             prompt_tokens=len(request.prompt),
-            completion_tokens=len(request.tokens),
-            placements=tuple(request.placements),
-            marks=dict(request.timeline.marks),
+            completion_tokens=sum(len(sample.tokens) for sample in request.samples),
+            placements=tuple(placement for sample in request.samples for placement in sample.placements),
+            marks=dict(request.samples[0].timeline.marks),
         )
 
     def find(self, request_id: str) -> RequestRecord | None:

@@ -1,6 +1,7 @@
-"""One request as the router sees it: its tokens in order, its current attempt, and where that runs.
+"""A client's request and its samples as the router sees them: tokens in order, the current attempt, where that runs.
 
-Pure data. Must not know the view, policies, or who is told what.
+Pure data. Must not know the view, policies, or who is told what. Each sample is a request of its own to the
+workers and goes through these states by itself:
 
     on_generate ──► RUNNING ──last token in order──► (ended)
                      │  ▲ │                             ▲
@@ -17,13 +18,18 @@ its number, so whatever arrives for it later is stale.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
+from typing import Protocol
 
 from baton.protocol import FinishReason, RequestKey, SamplingParams, Submit
 from baton.timeline import RequestTimeline
 from router.actions import ClientId
 from router.policy import Demand, Placement
 from router.view import WorkerView
+
+SampleId = tuple[str, int]
+"""Request id and sample."""
 
 
 class State(Enum):
@@ -33,15 +39,54 @@ class State(Enum):
     """The current attempt waits for a worker to run on."""
     SETTLING = "settling"
     """All tokens are delivered; the hand-over's account is still under way."""
+    ENDED = "ended"
+    """It has left the book."""
+
+
+class TokenWatch(Protocol):
+    """Sees a sample's tokens in order, once each, and may end it where the workers would not."""
+
+    def watch(self, token: int, last: bool) -> bool:
+        """Whether the sample ends with this token. `last`: it does anyway."""
+        ...
+
+
+class ClientRequest:
+    """What a client asked for: it ends once, when all of its samples have."""
+
+    __slots__ = ("client", "label", "num_open", "prompt", "request_id", "samples", "sampling")
+
+    def __init__(
+        self,
+        client: ClientId,
+        label: str,
+        request_id: str,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        *,
+        n: int = 1,
+        watches: Sequence[TokenWatch] = (),
+    ):
+        self.client = client
+        self.label = label
+        self.request_id = request_id
+        self.prompt = prompt
+        self.sampling = sampling
+        self.samples = tuple(RoutedRequest(self, i, watches[i] if watches else None) for i in range(n))
+        self.num_open = n
+        """Samples that have not ended."""
+
+    def open_samples(self) -> list[RoutedRequest]:
+        return [s for s in self.samples if s.state is not State.ENDED]
 
 
 class RoutedRequest:
-    """`tokens` are those given to the client, in order, of all attempts."""
+    """One sample of a client's request. `tokens` are those given to the client, in order, of all attempts."""
 
     __slots__ = (
         "attempt",
         "avoid",
-        "client",
+        "cut",
         "decode",
         "decode_charge",
         "decode_spoke",
@@ -53,30 +98,31 @@ class RoutedRequest:
         "give_up_at",
         "handed",
         "held",
+        "id",
         "kv_bytes",
-        "label",
+        "owner",
         "placements",
         "prefill",
         "prefill_charge",
         "prompt",
         "reason",
         "refused",
-        "request_id",
+        "sample",
         "sampling",
         "state",
         "timeline",
         "touched",
         "tokens",
+        "watch",
     )
 
-    def __init__(
-        self, client: ClientId, label: str, request_id: str, prompt: tuple[int, ...], sampling: SamplingParams
-    ):
-        self.client = client
-        self.label = label
-        self.request_id = request_id
-        self.prompt = prompt
-        self.sampling = sampling
+    def __init__(self, owner: ClientRequest, sample: int = 0, watch: TokenWatch | None = None):
+        self.owner = owner
+        self.sample = sample
+        self.id: SampleId = (owner.request_id, sample)
+        self.prompt = owner.prompt
+        self.sampling = owner.sampling
+        self.watch = watch
         self.state = State.PARKED
         self.attempt = 0
         self.tokens: list[int] = []
@@ -89,6 +135,8 @@ class RoutedRequest:
         self.held: dict[int, tuple[int, FinishReason | None]] = {}
         """Tokens that came before an earlier one."""
         self.finish: FinishReason | None = None
+        self.cut = False
+        """The watch ended it: its workers do not know."""
         self.failed = False
         """The attempt's worker gave it up (a finish reason other than stop and length)."""
         self.prefill: WorkerView | None = None
@@ -116,7 +164,7 @@ class RoutedRequest:
 
     @property
     def key(self) -> RequestKey:
-        return RequestKey(self.request_id, self.attempt)
+        return RequestKey(self.id[0], self.attempt, self.sample)
 
     @property
     def demand(self) -> Demand:
@@ -147,6 +195,8 @@ class RoutedRequest:
 
         Duplicates, and tokens beyond max_tokens or after the end, change nothing.
         """
+        if self.finish is not None:
+            return
         known = len(self.tokens)
         if index != known or self.held:
             if index > known:
@@ -164,6 +214,9 @@ class RoutedRequest:
             known += 1
             if finish is None and known >= self.sampling.max_tokens:
                 finish = "length"  # a worker that goes on past the limit must not reach the client
+            if self.watch is not None and self.watch.watch(token, finish is not None):
+                self.cut = finish is None
+                finish = "stop"
             if finish is not None:
                 self.finish = finish
                 self.held.clear()

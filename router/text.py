@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from baton.errors import InvalidRequestError, ModelError
 from baton.protocol import ChatMessage
+from router.stop import StopMatcher, StopStrings
 
 REPLACEMENT = "�"
 MAX_HELD_TOKENS = 16
@@ -107,6 +108,50 @@ class IncrementalDetokenizer:
             if len(head) >= len(self._told) and head + self._decode(self._ids[upto:]) == text:
                 return self._release(head, upto)
         return ""
+
+
+class WatchedText:
+    """One sample's text while stop strings are looked for: a `TokenWatch` for the core, a `Detokenizer` for the front.
+
+    The core shows it each token, and ends the sample when it says so; the front takes the text that has
+    come of them, up to the stop string. `min_tokens`: stop strings that end in the text of the first so many
+    tokens are ignored.
+    """
+
+    __slots__ = ("_detokenizer", "_matcher", "_min_tokens", "_num_tokens", "_ready")
+
+    def __init__(self, detokenizer: Detokenizer, stops: StopStrings, *, include: bool, min_tokens: int):
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(stops, include=include)
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._ready: list[str] = []
+
+    def watch(self, token: int, last: bool) -> bool:
+        """See `router.request.TokenWatch.watch`."""
+        self._num_tokens += 1
+        self._feed(self._detokenizer.push((token,)))
+        if last:  # an incomplete character may hold back what completes a stop string
+            self._feed(self._detokenizer.flush())
+        return self._matcher.stopped
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text to show by now; the tokens were watched already."""
+        text = "".join(self._ready)
+        self._ready.clear()
+        return text
+
+    def flush(self) -> str:
+        """The rest of the text, at the end of the sample."""
+        if not self._matcher.stopped:
+            self._feed(self._detokenizer.flush())
+        if not self._matcher.stopped:
+            self._ready.append(self._matcher.flush())
+        return self.push(())
+
+    def _feed(self, text: str) -> None:
+        if text:
+            self._ready.append(self._matcher.push(text, may_stop=self._num_tokens > self._min_tokens))
 
 
 class TokenizerText:

@@ -176,7 +176,7 @@ def key_of(number: int, attempt: int = 0) -> RequestKey:
 
 
 def transfer_of(number: int, source: str = "P1", target: str = "D1") -> TransferId:
-    return TransferId(*key_of(number), 0, source, target)
+    return TransferId(*key_of(number), source, target)
 
 
 def submit_of(number: int, num_tokens: int = 10, decode: str = "decode-0", max_tokens: int = 8) -> Submit:

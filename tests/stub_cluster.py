@@ -6,6 +6,7 @@ before each token: blocks that are lost, mixed up or reused too early fail the s
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace, TracebackType
@@ -20,7 +21,7 @@ from baton.layout import KVLayout
 from baton.protocol import RequestKey, SamplingParams
 from baton.worker import EngineWorker
 from baton_cluster.build import build_worker
-from baton_cluster.specs import worker_specs
+from baton_cluster.specs import WorkerSpec, worker_specs
 from kv_transfer.base import KVTransport
 from kv_transfer.registry import open_transport
 from router.client import RouterClient
@@ -43,11 +44,11 @@ def expected_tokens(prompt: Sequence[int], num_tokens: int, seed: int = 0) -> li
     return request.tokens[len(prompt) :]
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Return once `condition` holds; fail after WAIT_S."""
-    deadline = time.monotonic() + WAIT_S
+def wait_until(condition: Callable[[], bool], what: str, *, within_s: float = WAIT_S) -> None:
+    """Return once `condition` holds; fail after `within_s` seconds."""
+    deadline = time.monotonic() + within_s
     while not condition():
-        assert time.monotonic() < deadline, f"not within {WAIT_S} s: {what}"
+        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
         time.sleep(0.005)
 
 
@@ -69,6 +70,39 @@ class RecordingRunner(StubRunner):
 
     def set_num_threads(self, num_threads: int) -> None:
         """Nothing to compute with."""
+
+
+def stub_worker(
+    config: ClusterConfig,
+    spec: WorkerSpec,
+    *,
+    router_address: str,
+    context: zmq.Context[Any],
+    transport: str,
+    step_s: Callable[[StepPlan], float],
+    wrap: Callable[[KVTransport], KVTransport] = lambda transport: transport,
+) -> tuple[EngineWorker, RecordingRunner, FakePool]:
+    """A worker without a model, not started yet, with its runner and its KV pool."""
+    pool: Any = FakePool(config.pools[spec.pool].kv_blocks or 256, LAYOUT.block_bytes)
+    pool.layout = LAYOUT
+    runner = RecordingRunner(pool, step_s)
+    built: Any = SimpleNamespace(
+        runner=runner,
+        kv_cache=pool,
+        spec=SimpleNamespace(eos_token_ids=()),
+        fingerprint="stub",
+        device="cpu",
+        max_model_len=MAX_MODEL_LEN,
+    )
+    original = baton_cluster.build.open_transport
+    baton_cluster.build.open_transport = lambda url: wrap(open_transport(url))
+    try:
+        worker = build_worker(
+            config, spec, built, router_address=router_address, context=context, transport=transport, pid=os.getpid()
+        )
+    finally:
+        baton_cluster.build.open_transport = original
+    return worker, runner, pool
 
 
 class StubCluster:
@@ -104,25 +138,15 @@ class StubCluster:
 
     def _add(self, spec: Any, transport: str, step_s: Any, wrap: Any) -> None:
         name = spec.worker_id
-        pool: Any = FakePool(self.config.pools[spec.pool].kv_blocks or 256, LAYOUT.block_bytes)
-        pool.layout = LAYOUT
-        runner = RecordingRunner(pool, lambda plan: step_s(name, plan))
-        built: Any = SimpleNamespace(
-            runner=runner,
-            kv_cache=pool,
-            spec=SimpleNamespace(eos_token_ids=()),
-            fingerprint="stub",
-            device="cpu",
-            max_model_len=MAX_MODEL_LEN,
+        worker, runner, pool = stub_worker(
+            self.config,
+            spec,
+            router_address=self.back,
+            context=self.context,
+            transport=transport,
+            step_s=lambda plan: step_s(name, plan),
+            wrap=lambda opened: wrap(name, opened),
         )
-        original = baton_cluster.build.open_transport
-        baton_cluster.build.open_transport = lambda url: wrap(name, open_transport(url))
-        try:
-            worker = build_worker(
-                self.config, spec, built, router_address=self.back, context=self.context, transport=transport
-            )
-        finally:
-            baton_cluster.build.open_transport = original
         self.workers[name], self.runners[name], self.pools[name] = worker, runner, pool
         worker.start(WAIT_S)
 

@@ -8,8 +8,6 @@ class BlockPool:
 
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
-        self.num_freed = 0
-        """Blocks freed since the start; who waits for blocks compares it with what it last saw."""
         self._free = list(range(num_blocks - 1, -1, -1))
         self._is_free = bytearray(b"\x01" * num_blocks)
 
@@ -34,4 +32,3 @@ class BlockPool:
             assert not self._is_free[block], f"block {block} freed twice"
             self._is_free[block] = 1
         self._free.extend(blocks)
-        self.num_freed += len(blocks)

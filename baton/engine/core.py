@@ -239,7 +239,7 @@ class EngineCore:
             if num_new <= 2:
                 request.marks.setdefault(Mark.FIRST_TOKEN if num_new == 1 else Mark.SECOND_TOKEN, now)
             finish: FinishReason | None = None
-            if token in request.stop_ids:
+            if token in request.stop_ids and request.num_outputs > request.sampling.min_tokens:
                 finish = "stop"
             elif len(request.tokens) >= request.max_len:
                 finish = "length"

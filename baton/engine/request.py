@@ -36,7 +36,6 @@ class EngineRequest:
 
     __slots__ = (
         "key",
-        "sample",
         "sampling",
         "tokens",
         "num_prompt",
@@ -63,12 +62,10 @@ class EngineRequest:
         sampling: SamplingParams,
         *,
         prior: tuple[int, ...] | list[int] = (),
-        sample: int = 0,
         handoff: bool = False,
         deadline: float | None = None,
     ):
         self.key = key
-        self.sample = sample
         self.sampling = sampling
         self.tokens: list[int] = [*prompt, *prior]
         self.num_prompt = len(prompt)
@@ -93,6 +90,11 @@ class EngineRequest:
         self.max_len = self.num_prompt + sampling.max_tokens
 
     @property
+    def sample(self) -> int:
+        """Which of the client's samples this is: part of what its random numbers depend on."""
+        return self.key.sample
+
+    @property
     def num_tokens(self) -> int:
         return len(self.tokens)
 
@@ -100,6 +102,11 @@ class EngineRequest:
     def num_outputs(self) -> int:
         """Output tokens so far, those of earlier attempts included."""
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def forbidden(self) -> frozenset[int]:
+        """Ids that the next token may not be: those that would end the request before `min_tokens`."""
+        return self.stop_ids if self.num_outputs < self.sampling.min_tokens else frozenset()
 
     def __repr__(self) -> str:
         return (

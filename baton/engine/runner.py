@@ -57,6 +57,7 @@ class ModelRunner:
                 [item.request.sampling for item in sampling],
                 [item.request.sample for item in sampling],
                 [item.request.num_tokens for item in sampling],
+                [item.request.forbidden for item in sampling],
             )
             if sampling
             else ()
@@ -109,7 +110,7 @@ class BuiltRunner:
     dtype: str
     device: str
     max_model_len: int
-    """Prompt plus output, in tokens, that the model and this worker's pool can hold."""
+    """Prompt plus output, in tokens, that the model and the configuration allow; pools are checked apart."""
 
 
 def build_runner(
@@ -159,7 +160,7 @@ def build_runner(
         fingerprint=fingerprint(path, dtype),
         dtype=dtype,
         device=device,
-        max_model_len=min(max_len, num_blocks * layout.block_size),
+        max_model_len=max_len,
     )
 
 

@@ -1,19 +1,25 @@
-"""Our decoder gives Hugging Face's logits and greedy tokens, for every kind of Llama and every way to batch."""
+"""Our decoder gives Hugging Face's logits and greedy tokens, for every kind of model and every way to batch."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
+from baton.engine.model_spec import ARCHITECTURES
 from baton.engine.request import StepItem, StepPlan
 from baton.engine.runner import ModelRunner
-from tests.golden.tiny_llama import VOCAB, Driver, load_runner, make_tiny_llama
+from baton.engine.weights import weight_files
+from tests.golden.tiny_models import VOCAB, Driver, load_runner, make_tiny_model
 
+MISTRAL = {"architecture": "MistralForCausalLM"}
+QWEN2 = {"architecture": "Qwen2ForCausalLM"}
+QWEN3 = {"architecture": "Qwen3ForCausalLM"}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
@@ -40,6 +46,26 @@ KINDS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 128,
         }
     },
+    "Mistral": MISTRAL | {"sliding_window": None},
+    "Mistral, a window as long as the model": MISTRAL | {"sliding_window": 512},
+    "Mistral, tied, head_dim apart from hidden_size": MISTRAL | {"tie_word_embeddings": True, "head_dim": 16},
+    "Mistral, rope dynamic": MISTRAL
+    | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
+    "Qwen2": QWEN2,
+    "Qwen2, tied": QWEN2 | {"tie_word_embeddings": True},
+    "Qwen2, rope yarn": QWEN2
+    | {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        }
+    },
+    "Qwen3": QWEN3,
+    "Qwen3, tied, head_dim apart from hidden_size": QWEN3 | {"tie_word_embeddings": True, "head_dim": 16},
+    "Qwen3, biases, one kv head": QWEN3 | {"attention_bias": True, "num_key_value_heads": 1},
+    "Qwen3, rope linear": QWEN3 | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 3.0}},
 }
 BLOCK = 16
 TIE = 2e-5
@@ -52,7 +78,7 @@ def prompt_of(length: int) -> list[int]:
 
 
 @torch.inference_mode()
-def assert_greedy(model: LlamaForCausalLM, tokens: list[int], num_prompt: int) -> None:
+def assert_greedy(model: PreTrainedModel, tokens: list[int], num_prompt: int) -> None:
     """Each token after the prompt is Hugging Face's most probable one given those before it, or ties with it.
 
     One pass over the whole sequence. Where two logits agree to float32's last digits either may win: the
@@ -64,15 +90,24 @@ def assert_greedy(model: LlamaForCausalLM, tokens: list[int], num_prompt: int) -
     assert behind.max() <= TIE, f"new token {int(behind.argmax())} is {float(behind.max())} behind Hugging Face's"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small only lose by threads that wait for each other, seconds where other work shares the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[LlamaForCausalLM, ModelRunner]:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, ModelRunner]:
     folder = tmp_path_factory.mktemp("tiny")
-    return make_tiny_llama(folder), load_runner(folder, block_size=BLOCK)
+    return make_tiny_model(folder), load_runner(folder, block_size=BLOCK)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_llama(kind: str, tmp_path: Path) -> None:
-    model = make_tiny_llama(tmp_path, **KINDS[kind])
+def test_every_kind_of_model(kind: str, tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path, **KINDS[kind])
     runner = load_runner(tmp_path)
     driver = Driver(runner)
     prompt = prompt_of(150)
@@ -91,7 +126,7 @@ def test_every_kind_of_llama(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49])
-def test_prompt_lengths_around_blocks(plain: tuple[LlamaForCausalLM, ModelRunner], length: int) -> None:
+def test_prompt_lengths_around_blocks(plain: tuple[PreTrainedModel, ModelRunner], length: int) -> None:
     model, runner = plain
     driver = Driver(runner)
     request = driver.request(prompt_of(length))
@@ -102,7 +137,7 @@ def test_prompt_lengths_around_blocks(plain: tuple[LlamaForCausalLM, ModelRunner
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 15, 16, 17, 64, 100])
-def test_chunked_prefill(plain: tuple[LlamaForCausalLM, ModelRunner], chunk: int) -> None:
+def test_chunked_prefill(plain: tuple[PreTrainedModel, ModelRunner], chunk: int) -> None:
     model, runner = plain
     driver = Driver(runner)
     request = driver.request(prompt_of(100))
@@ -112,10 +147,18 @@ def test_chunked_prefill(plain: tuple[LlamaForCausalLM, ModelRunner], chunk: int
     assert_greedy(model, request.tokens, 100)
 
 
-@pytest.mark.parametrize("block_size", [1, 7, 16, 64])
-def test_a_batch_of_everything(tmp_path: Path, block_size: int) -> None:
-    """Requests at all stages in the same steps: decodes, first chunks, later chunks, last chunks."""
-    model = make_tiny_llama(tmp_path)
+def test_every_architecture_is_here() -> None:
+    assert {kind.get("architecture", "LlamaForCausalLM") for kind in KINDS.values()} == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "block_size"),
+    [*((name, 16) for name in ARCHITECTURES), *(("LlamaForCausalLM", size) for size in (1, 7, 64))],
+)
+def test_a_batch_of_everything(tmp_path: Path, architecture: str, block_size: int) -> None:
+    """Requests at all stages in the same steps: decodes, first chunks, later chunks, last chunks. From shards."""
+    model = make_tiny_model(tmp_path, architecture, max_shard_size="100KB")
+    assert len(weight_files(tmp_path)) > 1
     driver = Driver(load_runner(tmp_path, block_size=block_size, num_blocks=600))
     rng = random.Random(block_size)
     requests = [driver.request(prompt_of(n)) for n in (1, 3, 16, 17, 40, 64, 65, 90)]
@@ -127,7 +170,7 @@ def test_a_batch_of_everything(tmp_path: Path, block_size: int) -> None:
         assert_greedy(model, request.tokens, request.num_prompt)
 
 
-def test_a_step_that_samples_nothing(plain: tuple[LlamaForCausalLM, ModelRunner]) -> None:
+def test_a_step_that_samples_nothing(plain: tuple[PreTrainedModel, ModelRunner]) -> None:
     _, runner = plain
     driver = Driver(runner)
     request = driver.request(prompt_of(40))
@@ -136,7 +179,7 @@ def test_a_step_that_samples_nothing(plain: tuple[LlamaForCausalLM, ModelRunner]
     assert runner.run(StepPlan([])) == []
 
 
-def test_sampled_tokens_do_not_depend_on_the_batch(plain: tuple[LlamaForCausalLM, ModelRunner]) -> None:
+def test_sampled_tokens_do_not_depend_on_the_batch(plain: tuple[PreTrainedModel, ModelRunner]) -> None:
     _, runner = plain
     driver = Driver(runner)
     settings = {"temperature": 0.8, "seed": 11}
@@ -151,8 +194,35 @@ def test_sampled_tokens_do_not_depend_on_the_batch(plain: tuple[LlamaForCausalLM
     assert among.tokens == alone.tokens
 
 
-def test_bfloat16_stays_close(tmp_path: Path) -> None:
-    model = make_tiny_llama(tmp_path, initializer_range=0.1)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        MISTRAL | {"sliding_window": 48},
+        QWEN2 | {"use_sliding_window": True, "sliding_window": 48, "max_window_layers": 1},
+        QWEN3 | {"use_sliding_window": True, "sliding_window": 48, "max_window_layers": 1},
+    ],
+    ids=["Mistral", "Qwen2", "Qwen3"],
+)
+def test_a_sliding_window_is_right_up_to_its_length(tmp_path: Path, kind: dict[str, Any]) -> None:
+    """And wrong beyond it, which is why `build_runner` refuses to go there."""
+    model = make_tiny_model(tmp_path, **kind)
+    runner = load_runner(tmp_path)
+    assert runner.model.spec.sliding_window == 48
+    driver = Driver(runner)
+    request = driver.request(prompt_of(40))
+    driver.prefill(request, chunk=16)
+    driver.decode([request], 8)  # the last one has 48 tokens to attend to, itself included
+    assert_greedy(model, request.tokens, 40)
+    longer = driver.request(prompt_of(60))
+    driver.prefill(longer)
+    driver.decode([longer], 20)
+    with pytest.raises(AssertionError, match="behind Hugging Face's"):
+        assert_greedy(model, longer.tokens, 60)
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_bfloat16_stays_close(tmp_path: Path, architecture: str) -> None:
+    model = make_tiny_model(tmp_path, architecture, initializer_range=0.1)
     runner = load_runner(tmp_path, dtype="bfloat16")
     driver = Driver(runner)
     request = driver.request(prompt_of(40))

@@ -1,4 +1,4 @@
-"""Tiny seeded models of every architecture made by transformers, and a loop that drives our runner by hand-made plans."""
+"""Tiny seeded models made by transformers, of every architecture, and a loop that drives our runner by hand."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class HandOver(RuleBasedStateMachine):
             self.act(self.p, self.p.port.on_sent(frame.transfer, (frame.index,), self.now))
 
     def abort(self, key: RequestKey) -> None:
-        self.act(self.d, self.d.port.on_abort(*key, self.now))
+        self.act(self.d, self.d.port.on_abort(key, self.now))
         if key in self.d.engine.decoding:
             self.d.engine.finish(key)
             self.act(self.d, self.d.port.on_blocks_free(self.now))

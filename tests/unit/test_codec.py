@@ -76,8 +76,8 @@ WORKER = WorkerInfo(
 MESSAGES: dict[Any, list[Any]] = {
     ToRouterFromWorker: [
         Join(1, WORKER, 0.5),
-        Heartbeat("i", LoadReport(blocks_free=3)),
-        Tokens("w", "i", (TokenOut(*KEY, 0, 4, 5, "stop"),), (MarksOut(*KEY, {0: 0.5}),), LoadReport()),
+        Heartbeat("i", LoadReport(blocks_free=3, bytes_sent=1 << 50)),
+        Tokens("w", "i", (TokenOut(*KEY, 4, 5, "stop"),), (MarksOut(*KEY, {0: 0.5}),), LoadReport()),
         AttemptFailed("w", KEY, "refused", "because"),
         HandoffRefused("w", KEY, "d", "full"),
         HandoffDone("w", KEY, 3, 4096, {5: 1.5}),
@@ -86,7 +86,7 @@ MESSAGES: dict[Any, list[Any]] = {
         Joined("r", 0.5, 1.0, 1.5),
         JoinRefused("layouts differ"),
         Peers((WORKER,)),
-        Submit(KEY, (1, 2, 3), SAMPLING, (4,), "d", 0, 2.5),
+        Submit(KEY, (1, 2, 3), SAMPLING, (4,), "d", 2.5),
         Replace(KEY, None),
         Abort(KEY),
     ],

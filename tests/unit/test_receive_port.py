@@ -210,7 +210,7 @@ def test_the_end_of_one_lets_the_next_in() -> None:
     rig = Rig(num_blocks=6)
     rig.offer(1, num_tokens=16)
     rig.offer(2, num_tokens=16)
-    actions = rig.port.on_abort(*key_of(1), 1.0)
+    actions = rig.port.on_abort(key_of(1), 1.0)
     kinds = [type(a.message if isinstance(a, ToPeer) else a) for a in actions]
     assert kinds == [CancelTransfer, AbortTransfer, ReceiveBlocks, Accept]
 
@@ -220,7 +220,7 @@ def test_an_aborted_head_no_longer_blocks_the_line() -> None:
     rig.offer(1, num_tokens=16)
     rig.offer(2, num_tokens=24)
     rig.offer(3, num_tokens=4)
-    assert [m.transfer for m in said(rig.port.on_abort(*key_of(2), 1.0), Accept)] == [transfer_of(3)]
+    assert [m.transfer for m in said(rig.port.on_abort(key_of(2), 1.0), Accept)] == [transfer_of(3)]
 
 
 def test_what_can_never_fit_is_refused() -> None:
@@ -274,7 +274,7 @@ def test_router_aborts_in_every_state(when: str) -> None:
     if when == "adopted":
         rig.received(0, 1, 2)
         rig.commit()
-    actions = rig.port.on_abort(*key_of(1), 1.0)
+    actions = rig.port.on_abort(key_of(1), 1.0)
     assert bool(said(actions, AbortTransfer)) == (when not in ("adopted", "unknown"))
     assert (CancelTransfer(T1) in actions) == (when in ("reserved", "partial", "committed"))
     assert bool(rig.engine.releases) == (when in ("reserved", "partial", "committed"))
@@ -312,6 +312,20 @@ def test_link_lost() -> None:
     assert rig.engine.decoding[key_of(1)][1] == "recomputed"
     assert not rig.engine.reserved
     assert rig.port.on_link_lost("P7", "reset", 1.0) == []
+
+
+def test_link_lost_while_the_engine_refuses_what_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(num_blocks=6)
+    rig.offer(1)
+    rig.offer(2)  # waits; the end of the first makes room for it
+
+    def reserve(*_: object) -> list[int]:
+        raise RequestTooLargeError("longer than the model's 5")
+
+    monkeypatch.setattr(rig.engine, "reserve", reserve)
+    actions = rig.port.on_link_lost("P1", "reset", 1.0)
+    assert [m.key for m in said(actions, AttemptFailed)] == [key_of(1)]
+    assert [m.transfer for m in said(actions, Refuse)] == [transfer_of(2)]
 
 
 def test_a_restarted_peer_ends_its_former_life() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from baton.config import RouterConfig
 from baton.layout import KVLayout
 from baton.protocol import (
     Abort,
@@ -26,7 +27,7 @@ from baton.protocol import (
 )
 from baton.timeline import Mark
 from router.actions import RequestDone, RequestFailed
-from router.lifecycle import PATIENCE_S, SETTLE_S
+from router.lifecycle import SETTLE_S
 from tests.fakes_router import Script, config_of, join, out, worker
 
 
@@ -98,7 +99,7 @@ def test_marks_of_the_current_attempt_and_the_routers_own() -> None:
     s.now = 101.0
     request = s.core.on_generate(b"c", "x", "r", 1, (1,), SamplingParams(max_tokens=9), 101.0, received_at=100.5)
     assert s.done(request)[0][0] == "b0"
-    marks = (MarksOut("r", 0, {int(Mark.PREFILL_START): 101.5}), MarksOut("r", 7, {int(Mark.SUBMITTED): 9.0}))
+    marks = (MarksOut("r", 0, 0, {int(Mark.PREFILL_START): 101.5}), MarksOut("r", 7, 0, {int(Mark.SUBMITTED): 9.0}))
     message = Tokens("b0", s.life("b0"), (TokenOut("r", 0, 0, 0, 3, "stop"),), marks)
     done = s.core.on_worker_message(s.life("b0"), message, 102.0)[-1]
     assert isinstance(done, RequestDone)
@@ -520,7 +521,7 @@ def test_but_not_for_ever() -> None:
     s = Script("p0", "d0")
     decoding(s)
     s.lose("d0")
-    assert s.wait(PATIENCE_S - 1, beating=("p0",)) == []
+    assert s.wait(RouterConfig().worker_wait_s - 1, beating=("p0",)) == []
     assert s.wait(1.0, beating=("p0",)) == [("failed", "x", "request_failed")]
 
 

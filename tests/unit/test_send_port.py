@@ -147,7 +147,6 @@ def test_the_whole_way() -> None:
     assert rig.engine.releases == [key_of(1)]
     assert rig.port.num_open() == 0
     assert rig.port.next_deadline() is None
-    assert rig.port.ledger() == []
     assert rig.hear(Ack(T1)) == []
     assert rig.sent(2) == []
     rig.engine.check()
@@ -402,6 +401,25 @@ def test_link_lost_ends_what_may_have_lost_blocks() -> None:
     assert DropLink("D1") in actions
     rig.sent(0, 1, 2)
     assert rig.engine.releases == [key_of(1)]
+
+
+def test_a_link_that_is_lost_after_its_peer_gets_no_new_one() -> None:
+    rig = Rig()
+    rig.committed()
+    rig.port.on_peers((), 1.0)
+    assert rig.port.on_link_lost("D1", "reset", 1.0) == [DropLink("D1")]
+
+
+def test_a_peer_that_comes_back_still_has_what_was_in_flight() -> None:
+    rig = Rig(max_unacked_blocks=4)
+    rig.committed()
+    rig.port.on_peers((), 1.0)
+    rig.port.on_peers((worker_info(),), 2.0)
+    rig.hear(Welcome("decode-0", "D1"))
+    rig.offer(2)
+    rig.hear(Accept(transfer_of(2)))
+    assert [len(a.blocks) for a in rig.compute(2) if isinstance(a, ShipBlocks)] == [1]
+    assert [len(a.blocks) for a in rig.sent(0, 1, 2) if isinstance(a, ShipBlocks)] == [2]
 
 
 def test_former_lives_and_foreign_peers() -> None:

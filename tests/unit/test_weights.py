@@ -14,9 +14,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from baton.config import parse_config
 from baton.engine import gguf_convert, weights
 from baton.engine.model import DecoderModel
 from baton.engine.model_spec import load_model_config, resolve_dtype
+from baton.engine.runner import BuiltRunner, build_runner
 from baton.engine.weights import fingerprint, iter_weights, resolve_model
 from baton.errors import ModelError
 
@@ -34,6 +36,12 @@ CONFIG = {
     "eos_token_id": 2,
     "dtype": "bfloat16",
 }
+MISTRAL: dict[str, Any] = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+QWEN2: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 32}
+TRAITS = ("qkv_bias", "out_bias", "mlp_bias", "qk_norm", "sliding_window")
+"""The fields of `ModelSpec` in which architectures differ."""
 SHAPES = {
     "model.embed_tokens.weight": (32, 16),
     "model.norm.weight": (16,),
@@ -101,6 +109,53 @@ def test_spec_of_a_folder(tmp_path: Path) -> None:
     assert len(spec.rope_inv_freq) == 4
 
 
+@pytest.mark.parametrize(
+    ("config", "traits"),
+    [
+        ({}, {}),
+        ({"attention_bias": True, "mlp_bias": True}, {"qkv_bias": True, "out_bias": True, "mlp_bias": True}),
+        (MISTRAL | {"sliding_window": None}, {}),
+        (MISTRAL | {"sliding_window": None, "attention_bias": True}, {}),  # a key that Mistral does not know
+        (MISTRAL, {"sliding_window": 4096}),  # transformers' default
+        (QWEN2, {"qkv_bias": True}),
+        (QWEN2 | {"sliding_window": 32}, {"qkv_bias": True}),
+        (QWEN2 | WINDOW | {"max_window_layers": 0}, {"qkv_bias": True, "sliding_window": 32}),
+        (QWEN2 | WINDOW | {"max_window_layers": 1}, {"qkv_bias": True}),  # its one layer is below
+        (QWEN3, {"qk_norm": True}),
+        (QWEN3 | {"attention_bias": True}, {"qk_norm": True, "qkv_bias": True, "out_bias": True}),
+        (QWEN3 | WINDOW | {"max_window_layers": 0}, {"qk_norm": True, "sliding_window": 32}),
+    ],
+)
+def test_what_architectures_differ_in(tmp_path: Path, config: dict[str, Any], traits: dict[str, Any]) -> None:
+    spec = load_model_config(write_model(tmp_path, **config))
+    assert {name: value for name in TRAITS if (value := getattr(spec, name))} == traits
+    assert spec.head_dim == (128 if spec.qk_norm else 8), "Qwen3's does not follow from hidden_size"
+
+
+def test_rotary_keys_of_older_configs(tmp_path: Path) -> None:
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 32}
+    old = QWEN2 | {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", **yarn}}
+    new = QWEN2 | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, **yarn}}
+    a = load_model_config(write_model(tmp_path / "old", **old))
+    b = load_model_config(write_model(tmp_path / "new", **new))
+    assert (a.rope_inv_freq, a.rope_scaling) == (b.rope_inv_freq, b.rope_scaling)
+    assert a.rope_scaling > 1
+
+
+def test_a_sliding_window_is_not_served_beyond_its_length(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, **MISTRAL, sliding_window=32)
+
+    def build(**model: Any) -> BuiltRunner:
+        tree = {"model": {"source": str(folder), "dtype": "float32", **model}, "pools": {"both": {"kv_blocks": 100}}}
+        config = parse_config(tree)
+        return build_runner(config, config.pools["both"])
+
+    for limits in ({}, {"max_model_len": 33}):
+        with pytest.raises(ModelError, match=r"sliding window \(32 tokens\).* set model\.max_model_len to 32 or less"):
+            build(**limits)
+    assert build(max_model_len=32).max_model_len == 32
+
+
 def test_local_folder_is_itself(tmp_path: Path) -> None:
     assert resolve_model(str(write_model(tmp_path))) == tmp_path
 
@@ -109,6 +164,26 @@ def test_local_folder_is_itself(tmp_path: Path) -> None:
     ("change", "words"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported; known: LlamaForCausalLM"),
+        (
+            {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"},
+            "GemmaForCausalLM is not supported; known: "
+            "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
+        ),
+        ({"model_type": "mistral"}, "LlamaForCausalLM with model_type mistral"),
+        (MISTRAL | {"layer_types": ["full_attention"]}, "MistralForCausalLM with model_type ministral"),
+        (QWEN2 | {"layer_types": ["chunked_attention"]}, "layer_types chunked_attention .* known: full_attention$"),
+        (QWEN2 | {"layer_types": ["sliding_attention"]}, "layer_types sliding_attention are not supported"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "linear",
+                    "rope_theta": 1e4,
+                    "factor": 2.0,
+                    "partial_rotary_factor": 0.5,
+                }
+            },
+            "a part of each head",
+        ),
         ({"architectures": None}, "not supported; known: LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act gelu"),
         ({"vocab_size": "many"}, "config.json: "),

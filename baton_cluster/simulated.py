@@ -1,0 +1,354 @@
+"""SimulatedCluster: a whole cluster under a virtual clock, over the same cores as a real one.
+
+The third launcher: it runs RouterCore and one WorkerCore per worker, and has no scheduler, router or
+hand-off logic of its own, so it cannot drift from what it simulates (I8). It owns the clock, carries the
+messages, and plays the clients. Seconds and tokens come from the models and the function it is given.
+
+    clients ──submit, cancel──► RouterCore ─Submit, Abort─► SimulatedWorker(WorkerCore) ═blocks═► another
+            ◄─tokens, the end──            ◄─Tokens, ...──
+
+Deterministic: the same calls give the same run. Clients, tokenizer and detokenizer take no time but
+the trips of their messages. What differs from a real cluster is listed in docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from baton.config import ClusterConfig
+from baton.errors import ClusterError, ConfigError
+from baton.layout import KVLayout
+from baton.protocol import (
+    PROTOCOL_VERSION,
+    FinishReason,
+    Heartbeat,
+    Join,
+    Joined,
+    JoinRefused,
+    SamplingParams,
+    WorkerInfo,
+)
+from baton.timeline import RequestTimeline
+from baton_cluster.assemble import worker_core
+from baton_cluster.history import LifeEvent, LifeHistory
+from baton_cluster.latency import LatencyModel, LinkModel
+from baton_cluster.simulated_worker import IsDamaged, NextToken, SimulatedWorker
+from baton_cluster.specs import WorkerSpec, worker_specs
+from baton_cluster.virtual_clock import Alarm, VirtualClock
+from router.actions import NewTokens, RequestDone, RequestFailed, RouterAction, SendWorker
+from router.core import RouterCore
+
+CLIENT = "simulated client"
+JOINED_AT = -1.0
+"""Workers join a second before time 0, so that the first request finds them all acquainted."""
+STUCK_S = 3600.0
+"""Open requests of which no client heard for so long will not end any more: that is a bug, and is said."""
+
+
+class SimulatedRequest:
+    """One request as its client sees it. Times are seconds of the virtual clock."""
+
+    __slots__ = (
+        "attempts",
+        "decode_worker",
+        "ended_at",
+        "error",
+        "finish_reason",
+        "kv_bytes",
+        "leave_after",
+        "number",
+        "prefill_worker",
+        "prompt",
+        "request_id",
+        "sampling",
+        "submitted_at",
+        "timeline",
+        "token_times",
+        "tokens",
+    )
+
+    def __init__(self, number: int, at_s: float, prompt: tuple[int, ...], sampling: SamplingParams, leave: int | None):
+        self.number = number
+        self.request_id = f"{number:032x}"
+        self.submitted_at = at_s
+        self.prompt = prompt
+        self.sampling = sampling
+        self.leave_after = leave
+        self.tokens: list[int] = []
+        self.token_times: list[float] = []
+        """When the client got each token."""
+        self.ended_at: float | None = None
+        """When the client learned of the end; None: it has not ended."""
+        self.finish_reason: FinishReason | None = None
+        self.error: tuple[str, str] | None = None
+        """`(code, message)`, where the finish reason is `error`."""
+        self.timeline = RequestTimeline()
+        self.prefill_worker = ""
+        self.decode_worker = ""
+        self.attempts = 0
+        self.kv_bytes = 0
+
+    @property
+    def ttft_s(self) -> float | None:
+        return self.token_times[0] - self.submitted_at if self.token_times else None
+
+    @property
+    def latency_s(self) -> float | None:
+        return None if self.ended_at is None else self.ended_at - self.submitted_at
+
+    def __repr__(self) -> str:
+        state = self.finish_reason or "open"
+        return f"<request {self.number} {state} prompt={len(self.prompt)} tokens={len(self.tokens)}>"
+
+
+class SimulatedCluster:
+    """Workers have joined when the constructor returns; then `submit`, plan faults, and `run`.
+
+    `latency`: of an engine step, for all workers or by pool. `layout`: what a KV block is (its size decides
+    what a transfer takes, and how many fit `kv_memory_mib`). `is_damaged` corrupts blocks on their way.
+    `history` records every request's life history (costs about as much as the simulation itself).
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        latency: LatencyModel | Mapping[str, LatencyModel],
+        link: LinkModel,
+        *,
+        layout: KVLayout,
+        max_model_len: int,
+        next_token: NextToken,
+        eos_token_ids: Sequence[int] = (),
+        is_damaged: IsDamaged | None = None,
+        history: bool = False,
+    ):
+        if layout.block_size != config.engine.block_size:
+            raise ConfigError("engine.block_size", "differs from the layout's", value=config.engine.block_size)
+        self.config = config
+        self.clock = VirtualClock(JOINED_AT)
+        self.router = RouterCore(config, router_incarnation="router#1")
+        self.history = LifeHistory() if history else None
+        self.workers: dict[str, SimulatedWorker] = {}
+        """The present life of each worker, by id."""
+        self.requests: list[SimulatedRequest] = []
+        self._latency = latency
+        self._link = link
+        self._layout = layout
+        self._max_model_len = max_model_len
+        self._next_token = next_token
+        self._eos = tuple(eos_token_ids)
+        self._is_damaged = is_damaged
+        self._fabric: dict[str, SimulatedWorker] = {}
+        self._by_id: dict[str, SimulatedRequest] = {}
+        """Requests that have been submitted and not ended."""
+        self._num_open = self._num_coming = 0
+        self._news_at = 0.0
+        """When a client last heard something, or a request was submitted."""
+        self._alarm = Alarm(self.clock, self.router.next_deadline, self._on_alarm)
+        if self.history is not None:
+            self.history.watch_router(self.router)
+        for spec in worker_specs(config):
+            self._start_worker(spec, 1)
+        self.run(until=0.0)
+
+    # --- what is to happen --------------------------------------------------------------------------
+
+    def submit(
+        self, at_s: float, prompt: Sequence[int], sampling: SamplingParams, *, leave_after: int | None = None
+    ) -> SimulatedRequest:
+        """A client sends this request at `at_s`. It cancels once it has got `leave_after` tokens, if given."""
+        request = SimulatedRequest(len(self.requests), at_s, tuple(prompt), sampling, leave_after)
+        self.requests.append(request)
+        self._num_coming += 1
+        self.clock.at(at_s + self._link.latency_s, self._generate, request)
+        return request
+
+    def cancel(self, request: SimulatedRequest, at_s: float) -> None:
+        """The client takes `request` back at `at_s`; a no-op if it has ended by then."""
+        self.clock.at(at_s + self._link.latency_s, self._cancel, request)
+
+    def kill(self, worker_id: str, at_s: float, *, silently: bool = False) -> None:
+        """The worker's process ends at `at_s`; `silently`: its machine does, so that no connection is closed."""
+        self.clock.at(at_s, self._kill, worker_id, silently)
+
+    def restart(self, worker_id: str, at_s: float) -> None:
+        """A new life of this worker joins at `at_s` (the old one is killed if it still lives)."""
+        self.clock.at(at_s, self._restart, worker_id)
+
+    def run(self, until: float | None = None) -> list[SimulatedRequest]:
+        """Go on until `until` (seconds), or until all requests have ended and no worker holds a block.
+
+        Returns the requests that have ended, in the order of `submit`. ClusterError if some never end.
+        """
+        clock = self.clock
+        if until is not None:
+            while (at := clock.next_at()) is not None and at <= until:
+                clock.step()
+            clock.now = max(clock.now, until)
+        else:
+            while self._num_coming or self._num_open:
+                self._check_progress()
+                clock.step()
+            self._settle()
+        return [request for request in self.requests if request.finish_reason is not None]
+
+    # --- what came out ------------------------------------------------------------------------------
+
+    def life(self, request: SimulatedRequest) -> list[LifeEvent]:
+        """All that happened to it, everywhere, in order; needs `history=True`."""
+        assert self.history is not None, "SimulatedCluster(history=True) records it"
+        return self.history.events.get(request.request_id, [])
+
+    def num_held_blocks(self) -> int:
+        return sum(worker.num_held_blocks() for worker in self.workers.values())
+
+    def check_ledger(self) -> None:
+        """Assert that every pool and the router's book add up, and that nothing is held once all has ended."""
+        self.router.check_integrity()
+        for worker_id, worker in self.workers.items():
+            if worker.alive:
+                worker.core.engine.check_integrity()
+                assert self._num_open or not worker.core.num_held_blocks(), (
+                    f"{worker_id} holds blocks of ended requests: {worker.core.engine.holders()}"
+                )
+        assert self.router.num_requests == self._num_open, "the router's book and the clients disagree"
+
+    # --- clients ------------------------------------------------------------------------------------
+
+    def _generate(self, request: SimulatedRequest) -> None:
+        now = self.clock.now
+        self._by_id[request.request_id] = request
+        self._num_coming -= 1
+        self._num_open += 1
+        self._news_at = now
+        self._act(
+            self.router.on_generate(
+                CLIENT, request.request_id, request.request_id, request.number, request.prompt, request.sampling, now
+            )
+        )
+
+    def _cancel(self, request: SimulatedRequest) -> None:
+        self._act(self.router.on_cancel(CLIENT, request.request_id, self.clock.now))
+
+    def _deliver(self, action: NewTokens) -> None:
+        request, tokens = self._by_id[action.request_id], action.tokens
+        at = self._news_at = self.clock.now + self._link.latency_s
+        request.tokens += tokens
+        request.token_times += (at,) * len(tokens)
+        if request.leave_after is not None and len(request.tokens) >= request.leave_after:
+            request.leave_after = None
+            self.cancel(request, at)
+
+    def _end(self, action: RequestDone | RequestFailed) -> None:
+        request = self._by_id.pop(action.request_id)
+        self._num_open -= 1
+        request.ended_at = self._news_at = self.clock.now + self._link.latency_s
+        if isinstance(action, RequestFailed):
+            request.finish_reason, request.error = "error", (action.code, action.message)
+            return
+        request.finish_reason = action.finish_reason
+        request.timeline = RequestTimeline(marks=action.marks)
+        request.prefill_worker, request.decode_worker = action.prefill_worker, action.decode_worker
+        request.attempts, request.kv_bytes = action.attempts, action.kv_bytes
+
+    # --- the router ---------------------------------------------------------------------------------
+
+    def _send_router(self, incarnation: str, message: Any) -> None:
+        self.clock.after(self._link.latency_s, self._on_worker_message, incarnation, message)
+
+    def _on_worker_message(self, incarnation: str, message: Any) -> None:
+        self._act(self.router.on_worker_message(incarnation, message, self.clock.now))
+
+    def _on_alarm(self) -> None:
+        self._act(self.router.on_deadline(self.clock.now))
+
+    def _act(self, actions: list[RouterAction]) -> None:
+        """Do what the router says, in order. What a failed send leads to comes after: the list grows."""
+        for action in actions:
+            if type(action) is NewTokens:
+                self._deliver(action)
+            elif type(action) is SendWorker:
+                actions += self._send_worker(action)
+            else:
+                assert isinstance(action, RequestDone | RequestFailed), action
+                self._end(action)
+        self._alarm.update()
+
+    def _send_worker(self, action: SendWorker) -> list[RouterAction]:
+        worker, message = self._fabric[action.incarnation], action.message
+        if not worker.reachable:
+            return self.router.on_worker_lost(action.incarnation, "its connection is closed", self.clock.now)
+        if isinstance(message, JoinRefused):
+            raise ClusterError(f"{action.worker_id} was refused: {message.reason}")
+        if not isinstance(message, Joined | Heartbeat):  # those are between the drivers
+            self.clock.after(self._link.latency_s, worker.on_router_message, message)
+        return []
+
+    # --- workers ------------------------------------------------------------------------------------
+
+    def _start_worker(self, spec: WorkerSpec, life: int) -> None:
+        pool = self.config.pools[spec.pool]
+        num_blocks = pool.kv_blocks or (pool.kv_memory_mib << 20) // self._layout.block_bytes
+        limit = self.config.model.max_model_len or self._max_model_len
+        info = WorkerInfo(
+            worker_id=spec.worker_id,
+            incarnation=f"{spec.worker_id}#{life}",
+            pool=spec.pool,
+            role=self.config.role_of(spec.pool),
+            fingerprint="simulated",
+            layout=self._layout,
+            num_blocks=num_blocks,
+            max_model_len=min(limit, num_blocks * self._layout.block_size),
+            max_batch_requests=self.config.engine.max_batch_requests,
+            control_address=f"simulated://{spec.worker_id}",
+            data_address=f"simulated://{spec.worker_id}",
+        )
+        core = worker_core(self.config, info, eos_token_ids=self._eos)
+        if self.history is not None:
+            self.history.watch_worker(core)
+        worker = self.workers[spec.worker_id] = self._fabric[info.incarnation] = SimulatedWorker(
+            core,
+            clock=self.clock,
+            link=self._link,
+            latency=self._latency[spec.pool] if isinstance(self._latency, Mapping) else self._latency,
+            next_token=self._next_token,
+            is_damaged=self._is_damaged,
+            fabric=self._fabric,
+            to_router=self._send_router,
+            heartbeat_s=self.config.liveness.heartbeat_s,
+            lease_s=self.config.transfer.lease_s,
+        )
+        self._send_router(info.incarnation, Join(PROTOCOL_VERSION, info, self.clock.now))
+        self.clock.after(self.config.liveness.heartbeat_s, worker.beat)
+
+    def _kill(self, worker_id: str, silently: bool) -> None:
+        worker = self.workers[worker_id]
+        if worker.alive:
+            worker.kill()
+            if not silently:
+                self.clock.after(self._link.latency_s, self._disconnect, worker)
+
+    def _disconnect(self, worker: SimulatedWorker) -> None:
+        worker.reachable = False
+        for other in list(self.workers.values()):
+            other.on_disconnected(worker.info.incarnation)
+
+    def _restart(self, worker_id: str) -> None:
+        self._kill(worker_id, False)
+        former = self.workers[worker_id].info
+        _, _, life = former.incarnation.rpartition("#")
+        self._start_worker(WorkerSpec(worker_id, former.pool), int(life) + 1)
+
+    # --- the end ------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """All requests have ended: what transfers still hold is given back within a lease or two."""
+        give_up = self.clock.now + 3 * self.config.transfer.lease_s + self.config.liveness.timeout_s
+        while self.num_held_blocks() and (at := self.clock.next_at()) is not None and at <= give_up:
+            self.clock.step()
+
+    def _check_progress(self) -> None:
+        if self._num_open and self.clock.now > self._news_at + STUCK_S:
+            stuck = list(self._by_id.values())[:3]
+            raise ClusterError(f"{self._num_open} requests have not heard anything for {STUCK_S:g} s, such as {stuck}")

@@ -1,0 +1,268 @@
+"""SimulatedWorker: one life of one worker under a virtual clock; the counterpart of `baton.worker`.
+
+Drives the same WorkerCore: gives it its events, executes its actions, lets its steps and its transfers
+take the time that the models say. Decides nothing. There is no memory: a block is a number, its
+checksum a constant.
+
+    step    planned at t, complete at t + step_s(plan); the next one is planned at once if there is work
+    message arrives `latency_s` later, or never if the receiver's life is over by then
+    blocks  leave one after the other at `bytes_per_s` (then the source is `sent`) and arrive `latency_s` later
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from baton.engine.request import EngineRequest, StepPlan
+from baton.errors import ProtocolError
+from baton.ports import (
+    Action,
+    BlocksReceived,
+    BlocksSent,
+    CancelTransfer,
+    ConnectPeer,
+    DropLink,
+    FromDecode,
+    FromPrefill,
+    LinkDown,
+    PeerEvent,
+    ReceiveBlocks,
+    ShipBlocks,
+    Shipped,
+    ToPeer,
+    ToRouter,
+)
+from baton.protocol import Abort, Heartbeat, Peers, Replace, Submit, TransferId
+from baton.worker_core import WorkerCore
+from baton_cluster.latency import LatencyModel, LinkModel, StepFailed
+from baton_cluster.virtual_clock import Alarm, VirtualClock
+from kv_transfer.expected import ExpectedBlocks
+from kv_transfer.messages import Hello
+
+CHECKSUM = 1
+DAMAGED = 2
+PIECES_PER_LEASE = 8
+"""A large transfer is seen to make progress, as on a real link, so often within a lease."""
+
+NextToken = Callable[[EngineRequest], int]
+"""The made-up token after `request.tokens`. May raise StepFailed."""
+IsDamaged = Callable[[TransferId, int], bool]
+"""Whether the block of this index arrives damaged."""
+
+
+class _Piece:
+    """Some blocks on their way."""
+
+    __slots__ = ("dropped", "indices", "transfer")
+
+    def __init__(self, transfer: TransferId, indices: tuple[int, ...]):
+        self.transfer = transfer
+        self.indices = indices
+        self.dropped = False
+        """The link was torn down before they had left."""
+
+
+class _DataLink:
+    """One direction between two workers."""
+
+    __slots__ = ("free_at", "unsent")
+
+    def __init__(self) -> None:
+        self.free_at = 0.0
+        """When all that was shipped has left."""
+        self.unsent: dict[_Piece, None] = {}
+
+
+class SimulatedWorker:
+    """`fabric`: every worker by incarnation, dead ones too. `to_router(incarnation, message)` sends."""
+
+    def __init__(
+        self,
+        core: WorkerCore,
+        *,
+        clock: VirtualClock,
+        link: LinkModel,
+        latency: LatencyModel,
+        next_token: NextToken,
+        is_damaged: IsDamaged | None,
+        fabric: dict[str, SimulatedWorker],
+        to_router: Callable[[str, Any], None],
+        heartbeat_s: float,
+        lease_s: float,
+    ):
+        self.core = core
+        self.info = core.info
+        self.alive = True
+        self.reachable = True
+        """Whether its connections are open, as far as others can tell."""
+        self.busy_s = 0.0
+        """Time in steps so far."""
+        self.bytes_sent = self.bytes_received = 0
+        """KV blocks handed over so far. Load reports leave it out: it would cost a copy of each."""
+        self.num_protocol_errors = 0
+        self.num_undeliverable = 0
+        self._clock = clock
+        self._link = link
+        self._step_s = latency.step_s
+        self._next_token = next_token
+        self._is_damaged = is_damaged
+        self._fabric = fabric
+        self._to_router = to_router
+        self._heartbeat_s = heartbeat_s
+        self._block_bytes = self.info.layout.block_bytes
+        self._piece_blocks = max(1, int(link.bytes_per_s * lease_s / PIECES_PER_LEASE / self._block_bytes))
+        self._outbox: deque[Action] = deque()
+        self._plan: StepPlan | None = None
+        self._alarm = Alarm(clock, core.next_deadline, self._on_alarm)
+        self._links: dict[str, _DataLink] = {}
+        """By the incarnation of the peer that this worker is connected to."""
+        self._senders: set[str] = set()
+        """Incarnations that blocks came from."""
+        self._expected = ExpectedBlocks()
+
+    # --- what happens to it -----------------------------------------------------------------------
+
+    def beat(self) -> None:
+        """Now and then every `heartbeat_s`, as long as it lives."""
+        if self.alive:
+            self._to_router(self.info.incarnation, Heartbeat(self.info.incarnation, self.core.load()))
+            self._clock.after(self._heartbeat_s, self.beat)
+
+    def on_router_message(self, message: Submit | Replace | Abort | Peers) -> None:
+        if self.alive:
+            self._take(self.core.on_router_message(message, self._clock.now))
+
+    def on_peer_event(self, event: PeerEvent) -> None:
+        if not self.alive:
+            return
+        try:
+            actions = self.core.on_peer_event(event, self._clock.now)
+        except ProtocolError:  # a port refuses a message before it changes anything
+            self.num_protocol_errors += 1
+            return
+        self._take(actions)
+
+    def on_disconnected(self, peer: str) -> None:
+        """The other side's process has ended."""
+        if peer in self._links or peer in self._senders:
+            self.on_peer_event(LinkDown(peer, "the connection was lost"))
+
+    def kill(self) -> None:
+        """Its life is over at once: nothing is done, said or heard any more."""
+        self.alive = False
+        self._outbox.clear()
+
+    def num_held_blocks(self) -> int:
+        return self.core.num_held_blocks() if self.alive else 0
+
+    # --- events into actions ------------------------------------------------------------------------
+
+    def _take(self, actions: list[Action]) -> None:
+        """Execute what the core answered to an event, and what follows from that."""
+        outbox = self._outbox
+        outbox.extend(actions)
+        while outbox:
+            self._execute(outbox.popleft())
+        self._alarm.update()
+        if self._plan is None:
+            self._start_step()
+
+    def _on_alarm(self) -> None:
+        if self.alive:
+            self._take(self.core.on_deadline(self._clock.now))
+
+    def _execute(self, action: Action) -> None:
+        match action:
+            case ToRouter(message):
+                self._to_router(self.info.incarnation, message)
+            case ToPeer(peer, message):
+                self._say(peer, message)
+            case ShipBlocks():
+                self._ship(action)
+            case ReceiveBlocks(_, transfer, _, blocks):
+                self._expected.announce(transfer, blocks)
+            case CancelTransfer(transfer):
+                self._expected.cancel(transfer)
+            case ConnectPeer(worker):
+                self._links.setdefault(worker.incarnation, _DataLink())
+            case DropLink(peer):
+                self._drop_link(peer)
+
+    # --- steps --------------------------------------------------------------------------------------
+
+    def _start_step(self) -> None:
+        plan = self.core.next_step(self._clock.now)
+        if plan is not None:
+            self._plan = plan
+            seconds = self._step_s(plan)
+            self.busy_s += seconds
+            self._clock.after(seconds, self._end_step, plan)
+
+    def _end_step(self, plan: StepPlan) -> None:
+        if not self.alive:
+            return
+        self._plan = None
+        next_token = self._next_token
+        try:
+            tokens = [next_token(item.request) if item.samples else None for item in plan.items]
+        except StepFailed as e:
+            self._take(self.core.fail_step(plan, f"{type(e).__name__}: {e}", self._clock.now))
+        else:
+            self._take(self.core.finish_step(plan, tokens, self._clock.now))
+
+    # --- other workers ------------------------------------------------------------------------------
+
+    def _say(self, peer: str, message: Any) -> None:
+        """To the decode worker whose incarnation is `peer`, or back to the prefill worker of that incarnation."""
+        transfer: TransferId | None = getattr(message, "transfer", None)
+        outgoing = isinstance(message, Hello) or (transfer is not None and transfer.source == self.info.incarnation)
+        receiver = self._fabric.get(peer)
+        if receiver is None or (outgoing and peer not in self._links):
+            self.num_undeliverable += 1
+            return
+        event = (FromPrefill if outgoing else FromDecode)(self.info.incarnation, message)
+        self._clock.after(self._link.latency_s, receiver.on_peer_event, event)
+
+    def _ship(self, action: ShipBlocks) -> None:
+        peer, transfer, blocks = action.peer, action.transfer, action.blocks
+        self.bytes_sent += len(blocks) * self._block_bytes
+        link, receiver = self._links.get(peer), self._fabric.get(peer)
+        for start in range(0, len(blocks), self._piece_blocks):
+            piece = _Piece(transfer, tuple(index for index, _ in blocks[start : start + self._piece_blocks]))
+            if link is None or receiver is None:
+                self._clock.after(0, self.on_peer_event, BlocksSent(transfer, piece.indices))
+                continue
+            took = len(piece.indices) * self._block_bytes / self._link.bytes_per_s
+            link.free_at = max(link.free_at, self._clock.now) + took
+            link.unsent[piece] = None
+            self._clock.at(link.free_at, self._sent, link, receiver, piece)
+            self._clock.at(link.free_at + self._link.latency_s, receiver.arrived, self.info.incarnation, piece)
+        shipped = Shipped(transfer, (), {index: CHECKSUM for index, _ in blocks})
+        self._outbox.extend(self.core.on_peer_event(shipped, self._clock.now))
+
+    def _sent(self, link: _DataLink, receiver: SimulatedWorker, piece: _Piece) -> None:
+        # Blocks for a dead receiver stay in the socket until the link is dropped.
+        if not piece.dropped and receiver.alive:
+            del link.unsent[piece]
+            self.on_peer_event(BlocksSent(piece.transfer, piece.indices))
+
+    def _drop_link(self, peer: str) -> None:
+        link = self._links.pop(peer, None)
+        for piece in link.unsent if link else ():
+            piece.dropped = True
+            self._clock.after(0, self.on_peer_event, BlocksSent(piece.transfer, piece.indices))
+
+    def arrived(self, sender: str, piece: _Piece) -> None:
+        """Blocks of `sender` are here; what was not announced is dropped."""
+        if piece.dropped or not self.alive:
+            return
+        self._senders.add(sender)
+        transfer = piece.transfer
+        checksums = {index: CHECKSUM for index in piece.indices if self._expected.claim(transfer, index) is not None}
+        if self._is_damaged is not None:
+            checksums = {i: DAMAGED if self._is_damaged(transfer, i) else CHECKSUM for i in checksums}
+        if checksums:
+            self.bytes_received += len(checksums) * self._block_bytes
+            self.on_peer_event(BlocksReceived(transfer, checksums))

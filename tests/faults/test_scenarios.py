@@ -1,0 +1,525 @@
+"""Rows of the project's list of failures that users of other split-serving systems met, each by its number.
+
+Real threads, sockets, sessions and router; no model. B is the block size. The rows that are not here are elsewhere:
+5 and 9 in the unit tests of the ports too, 11 in `test_ray_lifecycle`, 29 in `tests/integration/test_workers`.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import zmq
+
+from baton.codec import Codec
+from baton.engine.request import StepPlan
+from baton.errors import ClusterError, RequestTooLargeError
+from baton.protocol import SamplingParams, TransferId
+from kv_transfer.base import Completion as TransportEvent
+from kv_transfer.base import KVTransport, Received
+from kv_transfer.messages import Commit, Data, Offer, ToDecode
+from kv_transfer.zmq_transport import DataHeader
+from router.client import RouterClient
+from tests.stub_cluster import LAYOUT, StubCluster, expected_tokens, wait_until
+from tests.stub_process import TRANSPORT, ProcessCluster
+
+B = LAYOUT.block_size
+ENGINE = {"max_batch_tokens": 48, "max_batch_requests": 8}
+SPLIT: dict[str, Any] = {"prefill": {}, "decode": {}}
+TRANSPORTS = pytest.mark.parametrize("transport", ["inproc", TRANSPORT])
+
+
+def prompt_of(length: int, salt: int = 0) -> list[int]:
+    return [(length * 31 + salt * 17 + i) % 1000 for i in range(length)]
+
+
+class HeldTransport:
+    """The decode worker's end of a wire that is slow: while `held`, arrived blocks stay where they are."""
+
+    def __init__(self, inner: KVTransport):
+        self._inner = inner
+        self.held = False
+        self.num_cancelled = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def completions(self) -> list[TransportEvent]:
+        return [] if self.held else self._inner.completions()
+
+    def pollables(self) -> Sequence[Any]:
+        return () if self.held else self._inner.pollables()
+
+    def cancel(self, transfer: TransferId) -> None:
+        self.num_cancelled += 1
+        self._inner.cancel(transfer)
+
+
+class LossyTransport:
+    """The prefill worker's end of a wire that loses the next `to_lose` shipments and calls them sent."""
+
+    def __init__(self, inner: KVTransport):
+        self._inner = inner
+        self.to_lose = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def ship(self, peer: str, transfer: TransferId, blocks: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+        if self.to_lose:
+            self.to_lose -= 1
+            peer = "nobody"
+        return self._inner.ship(peer, transfer, blocks)
+
+
+class RepeatingTransport:
+    """The decode worker's end of a wire that tells of every block twice."""
+
+    def __init__(self, inner: KVTransport):
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def completions(self) -> list[TransportEvent]:
+        events = self._inner.completions()
+        return events + [event for event in events if isinstance(event, Received)]
+
+
+class Gate:
+    """Holds up the steps of one worker while it is closed, those that `which` picks."""
+
+    def __init__(self, worker_id: str, which: Callable[[StepPlan], bool] = lambda plan: True):
+        self._worker_id = worker_id
+        self._which = which
+        self._open = threading.Event()
+        self.reached = threading.Event()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def step_s(self, worker_id: str, plan: StepPlan) -> float:
+        if worker_id == self._worker_id and not self._open.is_set() and self._which(plan):
+            self.reached.set()
+            assert self._open.wait(30)
+        return 0.0
+
+
+def decode_wrapped(kind: type[Any]) -> tuple[list[Any], Callable[[str, KVTransport], KVTransport]]:
+    """For `StubCluster(wrap=...)`: the decode workers' transports in a `kind`; and these, as they are made."""
+    made: list[Any] = []
+
+    def wrap(worker_id: str, transport: KVTransport) -> KVTransport:
+        if not worker_id.startswith("decode"):
+            return transport
+        made.append(kind(transport))
+        return made[-1]  # type: ignore[no-any-return]
+
+    return made, wrap
+
+
+def let_go(cluster: StubCluster, transport: HeldTransport) -> None:
+    transport.held = False
+    cluster.workers["decode-0"]._wake()
+
+
+def receive_counters(cluster: StubCluster, worker_id: str = "decode-0") -> Any:
+    port: Any = cluster.workers[worker_id].core.receive
+    return port.counters
+
+
+def send_counters(cluster: StubCluster, worker_id: str = "prefill-0") -> Any:
+    port: Any = cluster.workers[worker_id].core.send
+    return port.counters
+
+
+def ended_well(cluster: StubCluster) -> None:
+    cluster.wait_ledger_zero()
+    assert cluster.step_failures() == []
+    for worker in cluster.workers.values():
+        worker.core.engine.check_integrity()
+        assert worker.core.engine.live() == []
+
+
+# --- hand-over --------------------------------------------------------------------------------------
+
+
+@TRANSPORTS
+def test_abort_while_blocks_are_under_way(transport: str) -> None:
+    """Row 1: decode frees at once, and what arrives later is dropped and counted."""
+    held, wrap = decode_wrapped(HeldTransport)
+    with StubCluster(SPLIT, transport=transport, engine=ENGINE, wrap=wrap) as cluster, cluster.client() as client:
+        held[0].held = True
+        with client.stream(prompt_of(60), max_tokens=20, seed=0) as stream:
+            next(iter(stream))
+            wait_until(lambda: cluster.workers["decode-0"].num_held_blocks() > 0, "decode has reserved")
+            stream.cancel()
+        wait_until(lambda: cluster.workers["decode-0"].num_held_blocks() == 0, "decode has freed", within_s=2)
+        assert held[0].num_cancelled == 1
+        let_go(cluster, held[0])
+        prompt = prompt_of(40)
+        assert list(client.generate(prompt, max_tokens=5, seed=0).token_ids) == expected_tokens(prompt, 5)
+        assert receive_counters(cluster)["done"] == 1
+        ended_well(cluster)
+
+
+@TRANSPORTS
+def test_a_pool_of_one_request_that_is_aborted_on_the_wire_serves_the_next(transport: str) -> None:
+    """Row 2: the next one gets the blocks that late data was meant for, and its own tokens."""
+    held, wrap = decode_wrapped(HeldTransport)
+    pools = {"prefill": {}, "decode": {"kv_blocks": 5}}
+    with StubCluster(pools, transport=transport, engine=ENGINE, wrap=wrap) as cluster, cluster.client() as client:
+        held[0].held = True
+        first, second = prompt_of(60, 1), prompt_of(60, 2)
+        with client.stream(first, max_tokens=20, seed=0) as stream:
+            next(iter(stream))
+        with client.stream(second, max_tokens=20, seed=0) as stream:
+            next(iter(stream))  # prefill has begun, so decode has reserved for it
+            let_go(cluster, held[0])
+        done = client.generate(second, max_tokens=20, seed=0)
+        assert list(done.token_ids) == expected_tokens(second, 20)
+        assert done.attempts == 1
+        assert receive_counters(cluster)["corrupt"] == 0
+        ended_well(cluster)
+
+
+@TRANSPORTS
+def test_a_client_that_closes_after_prefill_and_before_decode(transport: str) -> None:
+    """Row 3: prefill lets go of its blocks, decode does no work."""
+    held, wrap = decode_wrapped(HeldTransport)
+    with StubCluster(SPLIT, transport=transport, engine=ENGINE, wrap=wrap) as cluster:
+        held[0].held = True
+        client = RouterClient(cluster.address)
+        next(iter(client.stream(prompt_of(60), max_tokens=20, seed=0)))
+        client.close()
+        wait_until(lambda: cluster.num_held_blocks() == 0 or transport == "inproc", "freed", within_s=2)
+        let_go(cluster, held[0])  # an inproc sender's blocks are read until the receiver has looked at them
+        ended_well(cluster)
+        assert cluster.runners["decode-0"].num_steps == 0
+
+
+def test_a_lost_shipment_is_computed_again_by_decode_within_the_lease() -> None:
+    """Row 4: blocks that never come cost a lease, not the request; counted as one failed transfer."""
+    lossy: list[LossyTransport] = []
+
+    def wrap(worker_id: str, transport: KVTransport) -> KVTransport:
+        if worker_id.startswith("decode"):
+            return transport
+        lossy.append(LossyTransport(transport))
+        return lossy[-1]  # type: ignore[return-value]
+
+    lease = {"lease_s": 0.4}
+    with StubCluster(SPLIT, engine=ENGINE, wrap=wrap, transfer=lease) as cluster, cluster.client() as client:
+        lossy[0].to_lose = 1
+        prompt = prompt_of(40)
+        done = client.generate(prompt, max_tokens=10, seed=0)
+        assert list(done.token_ids) == expected_tokens(prompt, 10)
+        assert done.attempts == 1
+        assert done.latency_s < 2
+        assert (receive_counters(cluster)["failed"], receive_counters(cluster)["expired"]) == (1, 0)
+        ended_well(cluster)
+
+
+def test_forged_ids_ranges_and_frames_never_reach_a_pool() -> None:
+    """Row 5: unknown transfers, blocks out of range, data that nobody announced: dropped; the service goes on."""
+    with (
+        StubCluster(SPLIT, transport=TRANSPORT, engine=ENGINE) as cluster,
+        cluster.client() as client,
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as control,
+        context.socket(zmq.PUSH) as data,
+    ):
+        decode = cluster.workers["decode-0"]
+        for forger in (control, data):
+            forger.setsockopt(zmq.LINGER, 0)
+        control.setsockopt(zmq.ROUTING_ID, b"forger")
+        control.connect(decode.info.control_address)
+        data.connect(decode.info.data_address.removeprefix("zmq+"))
+        mine = TransferId("f" * 32, 0, 0, "forger", decode.info.incarnation)
+        stolen = mine._replace(source=cluster.workers["prefill-0"].info.incarnation)
+        codec: Codec[Any] = Codec(ToDecode)
+        for transfer in (mine, stolen, mine._replace(target="former-life")):
+            control.send(codec.encode(Offer(transfer, (1, 2), (), SamplingParams())))
+            control.send(codec.encode(Data(transfer, (7,), (0,))))
+            control.send(codec.encode(Commit(transfer, 1, (1, 2, 3), True)))
+        for indices, sizes in (((0,), [LAYOUT.block_bytes]), ((1 << 19,), [LAYOUT.block_bytes]), ((0,), [3]), ((0,), [])):
+            header = Codec(DataHeader).encode(DataHeader(stolen, indices))
+            data.send_multipart([header, *(bytes(size) for size in sizes)])
+        stats = decode._links._transport.stats  # type: ignore[attr-defined]
+        wait_until(lambda: (stats.num_dropped, stats.num_malformed) == (2, 2), "the forged frames came")
+        wait_until(lambda: decode.num_protocol_errors >= 4, "the forged messages came")
+        for length in (5, 40):
+            prompt = prompt_of(length)
+            done = client.generate(prompt, max_tokens=10, seed=0)
+            assert (list(done.token_ids), done.attempts) == (expected_tokens(prompt, 10), 1)
+        assert receive_counters(cluster)["done"] == 2
+        ended_well(cluster)
+
+
+def test_blocks_told_twice_count_once() -> None:
+    """Row 5: a repeated completion is ignored; the transfer ends once."""
+    _, wrap = decode_wrapped(RepeatingTransport)
+    with StubCluster(SPLIT, engine=ENGINE, wrap=wrap) as cluster, cluster.client() as client:
+        prompt = prompt_of(100)
+        done = client.generate(prompt, max_tokens=10, seed=0)
+        assert (list(done.token_ids), done.attempts) == (expected_tokens(prompt, 10), 1)
+        ended_well(cluster)
+
+
+def test_queueing_for_longer_than_the_liveness_timeout_loses_nobody() -> None:
+    """Row 7: 32 requests, 4 at a time on decode; waiting is not silence, and shows as its own stage."""
+    liveness = {"heartbeat_s": 0.1, "timeout_s": 0.5}
+    engine = {"max_batch_tokens": 48, "max_batch_requests": 4}
+    steps = lambda worker_id, plan: 0.01 if worker_id == "decode-0" else 0.0
+    with (
+        StubCluster(SPLIT, engine=engine, liveness=liveness, step_s=steps) as cluster,
+        cluster.client() as client,
+        ThreadPoolExecutor(32) as pool,
+    ):
+        began = time.monotonic()
+        done = list(pool.map(lambda i: client.generate(prompt_of(20, i), max_tokens=16, seed=0), range(32)))
+        assert time.monotonic() - began > liveness["timeout_s"]
+        for i, completion in enumerate(done):
+            assert (list(completion.token_ids), completion.attempts) == (expected_tokens(prompt_of(20, i), 16), 1)
+        queues = [c.timeline.stages()["decode_queue"] for c in done]  # type: ignore[index]
+        assert max(queues) > liveness["timeout_s"]
+        ended_well(cluster)
+
+
+def test_a_handed_over_request_that_is_preempted_is_computed_again_on_decode() -> None:
+    """Row 8: decode's pool is too small for both; no second hand-over, same tokens."""
+    recomputed = 0
+
+    def count(worker_id: str, plan: StepPlan) -> float:
+        nonlocal recomputed
+        recomputed += worker_id == "decode-0" and any(item.num_tokens > 1 for item in plan.items)
+        return 0.002
+
+    pools = {"prefill": {}, "decode": {"kv_blocks": 8}}
+    growth = {"expected_growth": 0}
+    with (
+        StubCluster(pools, engine=ENGINE, transfer=growth, step_s=count) as cluster,
+        cluster.client() as client,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        done = list(pool.map(lambda i: client.generate(prompt_of(30, i), max_tokens=80, seed=0), range(3)))
+        for i, completion in enumerate(done):
+            assert (list(completion.token_ids), completion.attempts) == (expected_tokens(prompt_of(30, i), 80), 1)
+        assert recomputed > 0
+        assert send_counters(cluster)["offered"] == 3
+        ended_well(cluster)
+
+
+@pytest.mark.parametrize("state", ["credit", "prefill", "wire", "decode queue", "decode step", "decoding"])
+@TRANSPORTS
+def test_abort_in_every_state(state: str, transport: str) -> None:
+    """Row 9: wherever the request is, its end frees both sides; others go on."""
+    held, wrap = decode_wrapped(HeldTransport)
+    gate = Gate("prefill-0" if state == "prefill" else "decode-0")
+    if state in ("wire", "decoding"):
+        gate.open()
+    pools = {"prefill": {}, "decode": {"kv_blocks": 5}}  # room for one
+    with StubCluster(
+        pools, transport=transport, engine={**ENGINE, "max_batch_requests": 1}, wrap=wrap, step_s=gate.step_s
+    ) as cluster:
+        decode, prefill = cluster.workers["decode-0"], cluster.workers["prefill-0"]
+        with cluster.client() as client:
+            held[0].held = state == "wire"
+            victim = client.stream(prompt_of(35), max_tokens=30, seed=0)
+            if state == "credit":
+                assert gate.reached.wait(20)
+                waiting = client.stream(prompt_of(35, 1), max_tokens=30, seed=0)
+                wait_until(lambda: prefill.core.engine.load().num_waiting == 1, "the second waits for credit")
+                waiting.cancel()
+                assert waiting.result().finish_reason == "abort"
+                assert waiting.completion is not None
+                assert waiting.completion.usage.completion_tokens == 0
+            elif state == "wire":
+                next(iter(victim))
+                wait_until(lambda: decode.num_held_blocks() > 0, "decode has reserved")
+            elif state == "decoding":
+                seen = 0
+                for delta in victim:
+                    seen += len(delta.token_ids)
+                    if seen >= 3:
+                        break
+            else:
+                assert gate.reached.wait(20)
+            victim.cancel()
+            wait_until(lambda: cluster.router.status().num_requests == 0, "the request has ended")
+            if state == "decode queue":
+                wait_until(lambda: prefill.num_held_blocks() == 0, "prefill has freed")
+            gate.open()
+            held[0].held = False
+            decode._wake()
+            prompt = prompt_of(35, 2)
+            done = client.generate(prompt, max_tokens=10, seed=0)
+            assert (list(done.token_ids), done.attempts) == (expected_tokens(prompt, 10), 1)
+        ended_well(cluster)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3])
+def test_a_prompt_of_whole_blocks_moves_exactly_those(num_blocks: int) -> None:
+    """Row 10: the first token is not counted into the transfer, though it is known by then."""
+    with StubCluster(SPLIT, transport=TRANSPORT, engine=ENGINE) as cluster, cluster.client() as client:
+        prompt = prompt_of(num_blocks * B)
+        done = client.generate(prompt, max_tokens=B + 2, seed=0)
+        assert list(done.token_ids) == expected_tokens(prompt, B + 2)
+        assert done.kv_bytes == num_blocks * LAYOUT.block_bytes
+        ended_well(cluster)
+
+
+# --- shapes and limits ------------------------------------------------------------------------------
+
+
+@TRANSPORTS
+def test_prompts_around_a_block_and_the_same_one_again(transport: str) -> None:
+    """Row 14: 1, B-1, B, B+1 tokens, twice each; all complete, prefill is freed."""
+    with StubCluster(SPLIT, transport=transport, engine=ENGINE) as cluster, cluster.client() as client:
+        for length in (1, B - 1, B, B + 1) * 2:
+            done = client.generate(prompt_of(length), max_tokens=4, seed=0)
+            assert (list(done.token_ids), done.attempts) == (expected_tokens(prompt_of(length), 4), 1)
+        ended_well(cluster)
+
+
+def test_prompts_around_chunks_and_blocks_equal_colocated() -> None:
+    """Row 15: lengths k*c, k*c +- 1, k*B, k*B +- 1 give the colocated tokens."""
+    chunk = int(ENGINE["max_batch_tokens"])
+    lengths = sorted({k * unit + d for unit in (chunk, B) for k in (1, 2) for d in (-1, 0, 1)})
+    tokens = []
+    for pools in (SPLIT, {"both": {}}):
+        with StubCluster(pools, engine=ENGINE) as cluster, cluster.client() as client:
+            tokens.append([client.generate(prompt_of(n), max_tokens=6, seed=1).token_ids for n in lengths])
+            ended_well(cluster)
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize(("prompt_tokens", "max_tokens", "field"), [(129, 1, "prompt"), (120, 50, "max_tokens")])
+def test_longer_than_the_model_reads(prompt_tokens: int, max_tokens: int, field: str) -> None:
+    """Row 18: one typed error that names the limit; no worker hears of it; the limit itself works."""
+    with StubCluster(SPLIT, engine=ENGINE, model={"max_model_len": 128}) as cluster, cluster.client() as client:
+        with pytest.raises(RequestTooLargeError, match="max_model_len 128") as caught:
+            client.generate(prompt_of(prompt_tokens), max_tokens=max_tokens)
+        assert caught.value.field == field
+        assert send_counters(cluster)["offered"] == receive_counters(cluster)["offered"] == 0
+        assert sum(runner.num_steps for runner in cluster.runners.values()) == 0
+        prompt = prompt_of(120)
+        assert list(client.generate(prompt, max_tokens=8, seed=0).token_ids) == expected_tokens(prompt, 8)
+
+
+def test_larger_than_the_decode_pool() -> None:
+    """Row 19: refused at once, naming the pool; one that just fits is served."""
+    pools = {"prefill": {}, "decode": {"kv_blocks": 4}}
+    with StubCluster(pools, engine=ENGINE) as cluster, cluster.client() as client:
+        with pytest.raises(RequestTooLargeError, match="largest pool has 4"):
+            client.generate(prompt_of(60), max_tokens=5)
+        prompt = prompt_of(60)
+        assert list(client.generate(prompt, max_tokens=4, seed=0).token_ids) == expected_tokens(prompt, 4)
+        ended_well(cluster)
+
+
+# --- sampling ---------------------------------------------------------------------------------------
+
+
+def test_one_token_and_a_first_token_that_stops() -> None:
+    """Row 21: exactly one token, the right reason, nothing on the wire, no decode work."""
+    prompt = prompt_of(40)
+    first = expected_tokens(prompt, 1)
+    with StubCluster(SPLIT, engine=ENGINE) as cluster, cluster.client() as client:
+        one = client.generate(prompt, max_tokens=1, seed=0)
+        stopped = client.generate(prompt, max_tokens=9, seed=0, stop_token_ids=first)
+        assert [list(one.token_ids), list(stopped.token_ids)] == [first, first]
+        assert (one.finish_reason, stopped.finish_reason) == ("length", "stop")
+        assert cluster.runners["decode-0"].num_steps == 0
+        ended_well(cluster)
+
+
+def test_an_end_of_text_that_comes_first() -> None:
+    """Row 22: `stop` without commit or decode work; with ignore_eos on to max_tokens."""
+    prompt = prompt_of(40)
+    tokens = expected_tokens(prompt, 8)
+    with StubCluster(SPLIT, engine=ENGINE) as cluster, cluster.client() as client:
+        for worker in cluster.workers.values():
+            worker.core.engine._eos = frozenset(tokens[:1])
+        done = client.generate(prompt, max_tokens=8, seed=0)
+        assert (list(done.token_ids), done.finish_reason) == (tokens[:1], "stop")
+        cluster.wait_ledger_zero()
+        assert receive_counters(cluster)["done"] == 0
+        assert cluster.runners["decode-0"].num_steps == 0
+        done = client.generate(prompt, max_tokens=8, seed=0, ignore_eos=True)
+        assert (list(done.token_ids), done.finish_reason) == (tokens, "length")
+        ended_well(cluster)
+
+
+def test_a_seed_gives_the_same_tokens_split_and_colocated() -> None:
+    """Row 23: from the first token on. (With real sampling: tests/golden/test_demo_clusters.)"""
+    tokens = []
+    for pools in (SPLIT, {"both": {}}):
+        with StubCluster(pools, engine=ENGINE) as cluster, cluster.client() as client:
+            done = [client.generate(prompt_of(20), max_tokens=12, temperature=1.0, seed=s).token_ids for s in (1, 2)]
+            tokens.append(done)
+    assert tokens[0] == tokens[1]
+    assert tokens[0][0] != tokens[0][1]
+
+
+# --- faults -----------------------------------------------------------------------------------------
+
+LIVENESS = {"heartbeat_s": 0.2, "timeout_s": 1.0}
+HANGS_S = 60.0
+
+
+def test_a_prefill_worker_killed_at_prefill() -> None:
+    """Row 27: decode's reservation is back within two seconds, and the request goes on elsewhere."""
+    pools = {"prefill": {"workers": 2}, "decode": {}}
+    prompts = [prompt_of(40, i) for i in range(4)]
+    cluster = ProcessCluster(pools, apart=["prefill-1"], apart_step_s=HANGS_S, engine=ENGINE, liveness=LIVENESS)
+    with cluster, cluster.client() as client, ThreadPoolExecutor(4) as pool:
+        done = [pool.submit(client.generate, prompt, max_tokens=10, seed=0) for prompt in prompts]
+        wait_until(lambda: sum(d.done() for d in done) == 2, "those on the other worker are done")
+        wait_until(lambda: cluster.workers["decode-0"].num_held_blocks() > 0, "decode has reserved")
+        cluster.kill("prefill-1")
+        killed = time.monotonic()
+        for prompt, future in zip(prompts, done, strict=True):
+            assert list(future.result(timeout=20).token_ids) == expected_tokens(prompt, 10)
+        cluster.wait_ledger_zero()
+        assert time.monotonic() - killed < 2 * LIVENESS["timeout_s"]
+        assert cluster.state("prefill-1") == "lost"
+        assert sorted(future.result().attempts for future in done) == [1, 1, 2, 2]
+        ended_well(cluster)
+
+
+def test_a_decode_worker_killed_before_its_first_token() -> None:
+    """Row 27: prefill lets go, and the requests go on at another decode worker, without a repeated token."""
+    pools = {"prefill": {}, "decode": {"workers": 2}}
+    prompts = [prompt_of(40, i) for i in range(4)]
+    cluster = ProcessCluster(pools, apart=["decode-1"], apart_step_s=HANGS_S, engine=ENGINE, liveness=LIVENESS)
+    with cluster, cluster.client() as client, ThreadPoolExecutor(4) as pool:
+        done = [pool.submit(client.generate, prompt, max_tokens=10, seed=0) for prompt in prompts]
+        wait_until(lambda: sum(d.done() for d in done) == 2, "those on the other worker are done")
+        cluster.kill("decode-1")
+        killed = time.monotonic()
+        for prompt, future in zip(prompts, done, strict=True):
+            assert list(future.result(timeout=20).token_ids) == expected_tokens(prompt, 10)
+        cluster.wait_ledger_zero()
+        assert time.monotonic() - killed < 2 * LIVENESS["timeout_s"]
+        stages = [future.result().timeline for future in done]
+        assert all(seconds >= 0 for timeline in stages for seconds in timeline.stages().values())
+        assert all(sum(t.stages().values()) == pytest.approx(t.total(), abs=1e-6) for t in stages)
+        ended_well(cluster)
+
+
+def test_a_configured_port_that_is_taken() -> None:
+    """Row 28: an error at the start that names the key and the port; nothing runs on."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        before = set(threading.enumerate())
+        with pytest.raises(ClusterError, match=rf"router\.port.*{port}"):
+            StubCluster(SPLIT, router={"port": port})
+        assert set(threading.enumerate()) == before

@@ -1,0 +1,101 @@
+"""Stub workers in processes of their own, which a test can kill, stop and start again.
+
+Run as a module it is such a process: `python -m tests.stub_process`, its orders come on stdin.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from baton.config import dump_config, parse_config
+from baton_cluster.specs import WorkerSpec
+from tests.stub_cluster import StubCluster, stub_worker, wait_until
+
+TRANSPORT = "zmq+tcp://127.0.0.1"
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class ProcessCluster(StubCluster):
+    """A StubCluster over TCP in which the workers `apart` (worker ids) are processes; a step of theirs takes `step_s`."""
+
+    def __init__(self, pools: dict[str, Any], *, apart: Collection[str], apart_step_s: float = 0.0, **options: Any):
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._apart = apart
+        self._apart_step_s = apart_step_s
+        super().__init__(pools, transport=TRANSPORT, **options)
+        try:
+            for worker_id in apart:
+                self.wait_state(worker_id, "ready")
+        except BaseException:
+            self.stop()
+            raise
+
+    def _add(self, spec: Any, *rest: Any) -> None:
+        if spec.worker_id in self._apart:
+            self.launch(spec.worker_id, spec.pool)
+        else:
+            super()._add(spec, *rest)
+
+    def launch(self, worker_id: str, pool: str) -> None:
+        """Start the worker's process, for the first time or again; `wait_state` tells when it has joined."""
+        process = subprocess.Popen([sys.executable, "-m", "tests.stub_process"], stdin=subprocess.PIPE, cwd=ROOT)
+        orders = {
+            "config": dump_config(self.config),
+            "worker_id": worker_id,
+            "pool": pool,
+            "router": self.back,
+            "step_s": self._apart_step_s,
+        }
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(orders).encode() + b"\n")
+        process.stdin.flush()
+        self.processes[worker_id] = process
+
+    def state(self, worker_id: str) -> str:
+        """As the router sees it: `ready`, `lost`, or empty if it never joined."""
+        return next((w.state for w in self.router.status().workers if w.info.worker_id == worker_id), "")
+
+    def wait_state(self, worker_id: str, state: str) -> None:
+        wait_until(lambda: self.state(worker_id) == state, f"{worker_id} is {state}")
+
+    def kill(self, worker_id: str) -> None:
+        """SIGKILL, in the middle of whatever it does."""
+        process = self.processes[worker_id]
+        process.kill()
+        process.wait()
+
+    def stop(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
+        super().stop()
+
+
+def main() -> None:
+    """Serve until killed, or until whoever started this process has gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    orders = json.loads(sys.stdin.readline())
+    worker, *_ = stub_worker(
+        parse_config(orders["config"]),
+        WorkerSpec(orders["worker_id"], orders["pool"]),
+        router_address=orders["router"],
+        context=zmq.Context(),
+        transport=TRANSPORT,
+        step_s=lambda plan: float(orders["step_s"]),
+    )
+    worker.start()
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()
