@@ -25,7 +25,7 @@ class Mark(IntEnum):
     PLACED = 1
     """`place()` answered."""
     SUBMITTED = 2
-    """The prefill worker has the request."""
+    """The prefill worker has the request: the stage PLACEMENT is the placed request's way there."""
     PREFILL_START = 3
     """The step with the prompt's first chunk began (for a split request credit was granted before)."""
     FIRST_TOKEN = 4

@@ -60,7 +60,6 @@ def run_experiment(
                 vocab_size=load_model_config(model).vocab_size,
                 progress=show,
                 on_record=keep,
-                on_start=show,
                 clusters=clusters,
                 session=session,
             )

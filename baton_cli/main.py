@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,8 +11,9 @@ import typer
 import yaml
 
 from baton.config import ClusterConfig, dump_config, load_config
-from baton.errors import BatonError, ConfigError
-from baton_cli.output import completion_data, err, out, print_json, status_data, status_table, timeline_table
+from baton.errors import ConfigError
+from baton_cli.guard import guarded, interrupt
+from baton_cli.output import completion_data, out, print_json, status_data, status_table, timeline_table
 
 app = typer.Typer(
     name="baton",
@@ -226,25 +226,9 @@ def _address(cluster: str | None, address: str | None) -> str:
     return find_record(cluster).address
 
 
-def interrupt(signum: int, frame: object) -> None:
-    """Signal handler: end in order, as at Ctrl-C."""
-    raise KeyboardInterrupt
-
-
 def main() -> None:
     """Entry point."""
     guarded(app)
-
-
-def guarded(run: Callable[[], object]) -> None:
-    """Baton's own errors end in one sentence, Ctrl-C in silence, both with a non-zero exit."""
-    try:
-        run()
-    except BatonError as e:
-        err.print(f"error: {e}", style="red", markup=False)
-        raise SystemExit(2 if isinstance(e, ConfigError) else 1) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import yaml
 
 from baton.config import ClusterConfig, dump_config
 from baton.errors import ClusterError
+from baton_cli.guard import guarded, interrupt
 from baton_cli.output import err, out, status_table
 from baton_cluster.launch import launch
 from baton_cluster.record import claim_name, find_record, log_file, remove_record, write_record
@@ -103,7 +104,6 @@ def _wait_ready(name: str, owner: subprocess.Popen[Any]) -> Any:
 def _owner() -> None:
     """Entry point of the process that `run_detached` leaves behind; its configuration comes on stdin."""
     from baton.config import parse_config
-    from baton_cli.main import guarded, interrupt
 
     signal.signal(signal.SIGTERM, interrupt)
     signal.signal(signal.SIGINT, interrupt)

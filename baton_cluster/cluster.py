@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from baton.config import ClusterConfig
 from baton.protocol import Status
@@ -18,7 +18,7 @@ def no_progress(text: str) -> None:
     """Progress that nobody watches."""
 
 
-class Cluster(Protocol):
+class Cluster:
     """A running cluster. Leaving its `with` block ends it and everything that it started."""
 
     config: ClusterConfig
@@ -26,26 +26,6 @@ class Cluster(Protocol):
     """Where clients connect (the router's ZeroMQ front)."""
     warnings: list[str]
     """What works but deserves a word, such as workers that share a core."""
-
-    def stop(self) -> None: ...
-
-    def details(self) -> dict[str, Any]:
-        """What a launcher knows beyond the router's status (Ray address, process ids)."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-class ClusterBase:
-    """What the handles share: clients, status and the `with` block."""
-
-    config: ClusterConfig
-    address: str
-    warnings: list[str]
 
     def client(self) -> RouterClient:
         """A client of this cluster's router; close it, or use it in a `with` block."""
@@ -59,9 +39,11 @@ class ClusterBase:
             return client.status()
 
     def stop(self) -> None:
+        """End it. Idempotent."""
         raise NotImplementedError
 
     def details(self) -> dict[str, Any]:
+        """What a launcher knows beyond the router's status (Ray address, process ids)."""
         return {}
 
     def __enter__(self) -> Self:

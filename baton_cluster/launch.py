@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from baton.config import ClusterConfig
-from baton_cluster.cluster import ClusterBase, Progress, no_progress
+from baton_cluster.cluster import Cluster, Progress, no_progress
 
 
-def launch(config: ClusterConfig, *, progress: Progress = no_progress) -> ClusterBase:
+def launch(config: ClusterConfig, *, progress: Progress = no_progress) -> Cluster:
     """Start a cluster as `config.launcher` says and return its handle, ready to serve. Takes seconds.
 
     Raises ConfigError, ModelError or ClusterError in one sentence, and leaves nothing behind then.

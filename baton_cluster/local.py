@@ -15,13 +15,13 @@ from baton.engine.runner import build_runner
 from baton.engine.weights import resolve_model
 from baton.worker import EngineWorker
 from baton_cluster.build import build_worker
-from baton_cluster.cluster import ClusterBase, Progress, no_progress
+from baton_cluster.cluster import Cluster, Progress, no_progress
 from baton_cluster.specs import worker_specs
 from kv_transfer.registry import resolve_transport
 from router.server import RouterServer
 
 
-class LocalCluster(ClusterBase):
+class LocalCluster(Cluster):
     """Starts in its constructor; raises what the first failing part raises, and leaves nothing behind."""
 
     def __init__(self, config: ClusterConfig, *, progress: Progress = no_progress):

@@ -20,7 +20,7 @@ from baton.config import ClusterConfig, PoolConfig, dump_config
 from baton.engine.weights import resolve_model
 from baton.errors import BatonError, ClusterError
 from baton_cluster.actors import RouterActor, WorkerActor
-from baton_cluster.cluster import ClusterBase, Progress, no_progress
+from baton_cluster.cluster import Cluster, Progress, no_progress
 from baton_cluster.cores import assign_cores
 from baton_cluster.ray_session import RaySession
 from baton_cluster.specs import WorkerSpec, worker_specs
@@ -52,7 +52,7 @@ class _Slot(msgspec.Struct):
     info: dict[str, Any] = {}
 
 
-class RayCluster(ClusterBase):
+class RayCluster(Cluster):
     """Starts in its constructor. With `session` it uses that connection to Ray and leaves it open at the end.
 
     A worker or a router that dies is started again, in its place and on its cores, as a new incarnation;

@@ -77,7 +77,6 @@ def run(
     vocab_size: int,
     progress: Callable[[str], None],
     on_record: OnRecord,
-    on_start: Callable[[str], None] = lambda placement: None,
     clusters: dict[str, HasAddress] | None = None,
     session: RaySession | None = None,
 ) -> list[RequestRecord]:
@@ -105,9 +104,9 @@ def run(
         records: list[RequestRecord] = []
         for placement in plan.placements:
             progress(f"warming up {placement}")
-            asyncio.run(_warm_up(running[placement].address, plan, vocab_size))
+            asyncio.run(_warm_up(running[placement].address, placement, plan, vocab_size))
         for seed, rate, placement in plan.points():
-            on_start(f"{placement} at {rate:g} requests/s")
+            progress(f"{placement} at {rate:g} requests/s")
             requests = synthetic(
                 rate=rate, num_requests=plan.num_requests, lengths=plan.lengths, vocab_size=vocab_size, seed=seed
             )
@@ -133,9 +132,11 @@ def resolved(config: ClusterConfig, plan: Plan) -> dict[str, Any]:
     return {"cluster": dump_config(config), "plan": msgspec.to_builtins(plan)}
 
 
-async def _warm_up(address: str, plan: Plan, vocab_size: int) -> None:
-    """One request per worker pair, not recorded: first steps pay for allocations and connections."""
-    requests = synthetic(rate=1, num_requests=2, lengths=plan.lengths, vocab_size=vocab_size, seed=-1)
+async def _warm_up(address: str, placement: str, plan: Plan, vocab_size: int) -> None:
+    """As many requests at once as there are workers, not recorded: first steps pay for memory and connections."""
+    requests = synthetic(
+        rate=1, num_requests=num_workers(placement), lengths=plan.lengths, vocab_size=vocab_size, seed=-1
+    )
     async with AsyncRouterClient(address) as client:
         await asyncio.gather(*(client.generate(list(r.prompt), max_tokens=4, ignore_eos=True) for r in requests))
 

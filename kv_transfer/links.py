@@ -158,8 +158,9 @@ class ZmqPeerLinks:
                 case Received(transfer, indices):
                     blocks = self._receiving.get(transfer)
                     if blocks is not None:
-                        self.bytes_received += len(indices) * self._pool.block_bytes
-                        events.append(BlocksReceived(transfer, {i: self._checksum(blocks.pop(i)) for i in indices}))
+                        checksums = {i: self._checksum(blocks.pop(i)) for i in indices if i in blocks}
+                        self.bytes_received += len(checksums) * self._pool.block_bytes
+                        events.append(BlocksReceived(transfer, checksums))
                         if not blocks:
                             del self._receiving[transfer]
                 case LinkLost(peer, reason):

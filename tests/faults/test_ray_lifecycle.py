@@ -19,7 +19,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from baton.config import parse_config
-from baton.errors import RequestFailedError
+from baton.errors import BatonError, RequestFailedError
 from baton.protocol import Status
 from baton_cluster.ray_cluster import RayCluster
 from router.client import RouterClient
@@ -117,7 +117,7 @@ def test_a_router_that_dies_comes_back_at_its_address_and_workers_drop_its_orpha
         try:
             with RouterClient(cluster.address) as new:
                 return len(new.generate(prompt(1), max_tokens=3, ignore_eos=True).token_ids) == 3
-        except Exception:
+        except BatonError:
             return False
 
     wait_until(served, "the same address serves again", within_s=RESTART_S)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -188,13 +189,26 @@ def test_a_failing_step_is_retried_elsewhere_without_a_repeated_token() -> None:
 
 
 def test_an_idle_worker_only_beats() -> None:
-    """Nothing polls: while nothing happens the engine takes no step and both threads sleep."""
+    """Nothing polls: while nothing happens the I/O thread turns for heartbeats and the engine thread not at all."""
     with StubCluster(SPLIT, engine=ENGINE) as cluster:
-        before = {name: worker.core.engine.num_steps for name, worker in cluster.workers.items()}
-        beats = cluster.router.status().workers[0].seen_s_ago
-        wait_until(lambda: cluster.router.status().workers[0].seen_s_ago != beats, "a heartbeat")
-        assert {name: worker.core.engine.num_steps for name, worker in cluster.workers.items()} == before
-        health = cluster.workers["decode-0"].health()
+        worker = cluster.workers["decode-0"]
+        turns, beats, plans = Counter[str](), Counter[str](), Counter[str]()
+
+        def count(counter: Counter[str], function: Callable[..., Any]) -> Callable[..., Any]:
+            def counted(*arguments: Any) -> Any:
+                counter["calls"] += 1
+                return function(*arguments)
+
+            return counted
+
+        worker._wait_for_news = count(turns, worker._wait_for_news)  # type: ignore[method-assign]
+        worker._beat = count(beats, worker._beat)  # type: ignore[method-assign]
+        worker.core.next_step = count(plans, worker.core.next_step)  # type: ignore[method-assign]
+        wait_until(lambda: beats["calls"] >= 5, "five heartbeats")
+        # A turn for our heartbeat, one for the router's, and one for the answer to what it makes us do.
+        assert turns["calls"] <= 3 * beats["calls"] + 3
+        assert plans["calls"] <= turns["calls"], "the engine thread looks for work only when something came"
+        health = worker.health()
         assert health["healthy"]
         assert health["step_s"] == 0.0
 
@@ -246,7 +260,7 @@ def test_a_stopping_router_ends_open_requests_and_frees_the_workers() -> None:
 def test_a_request_that_takes_too_long_fails_and_frees_everything(pools: dict[str, Any]) -> None:
     cluster = StubCluster(pools, engine=ENGINE, router={"request_timeout_s": 0.3}, step_s=lambda name, plan: 0.02)
     with cluster, cluster.client() as client:
-        with pytest.raises(RequestFailedError, match="took too long.*request_timeout_s"):
+        with pytest.raises(RequestFailedError, match=r"took too long.*request_timeout_s"):
             client.generate(prompt_of(20), max_tokens=300, seed=0)
         assert client.generate(prompt_of(20), max_tokens=2, seed=0).finish_reason == "length"
         cluster.wait_ledger_zero()
