@@ -262,7 +262,8 @@ def test_leaving_a_stream_ends_all_samples(case: str) -> None:
         for runner in cluster.runners.values():
             runner._step_s = lambda plan: 0.005
         with client.stream(prompt_of(30), max_tokens=400, temperature=1.0, n=5) as stream:
-            next(iter(stream))
+            deltas = iter(stream)
+            next(deltas)
             assert client.status().num_requests == 5
         wait_until(lambda: client.status().num_requests == 0, "all samples ended")
         cluster.wait_ledger_zero()
@@ -275,7 +276,8 @@ def test_max_requests_counts_samples() -> None:
         for runner in cluster.runners.values():
             runner._step_s = lambda plan: 0.005
         with client.stream([1], n=3, max_tokens=300, ignore_eos=True) as stream:
-            next(iter(stream))
+            deltas = iter(stream)
+            next(deltas)
             with pytest.raises(OverloadedError):
                 client.generate([1], n=2)
             assert client.generate([1], max_tokens=2, ignore_eos=True).finish_reason == "length"
