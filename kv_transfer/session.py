@@ -26,7 +26,8 @@ h11, and idempotent requests.)
 
 Leases. P's runs while P waits for D or for the wire: frames are unsent, or the Commit is unanswered. D's runs
 from Accept to the end. Waiting for credit is nobody's lease, and while P's own engine is what takes
-long, P renews D's lease (an empty `Data`).
+long, P renews D's lease (an empty `Data`). For the answer to its Commit P waits longer than a lease: D's began
+later, and D, which can go on without the blocks that are missing, is to decide first.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ from typing import ClassVar, Final
 from baton.errors import ProtocolError
 from baton.protocol import TransferId
 from kv_transfer.messages import Commit, Offer
+
+
+ANSWER_LEASES: Final = 2
+"""Leases that P waits for the answer to a Commit whose blocks have all left."""
 
 
 class Side(Enum):
@@ -268,8 +273,11 @@ class SendSession(Session):
     @property
     def lease_at(self) -> float | None:
         """When the lease runs out; None while P waits for neither D nor the wire."""
-        waits = bool(self.unsent) or self.state is State.COMMITTED
-        return self.renewed_at + self.lease_s if waits and not self.link_dropped else None
+        if self.link_dropped:
+            return None
+        if self.unsent:
+            return self.renewed_at + self.lease_s
+        return self.renewed_at + ANSWER_LEASES * self.lease_s if self.state is State.COMMITTED else None
 
 
 class RecvSession(Session):

@@ -18,3 +18,20 @@ def demo_model() -> Path:
     except ModelError as e:
         pytest.skip(str(e))
     return resolve_model("demo")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a random two-layer Llama with a tokenizer of its own: a whole cluster loads it in no time."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.golden.tiny_models import VOCAB, make_tiny_model
+
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tiny_model(folder)
+    words = {f"w{i}": i for i in range(VOCAB)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), unk_token="w0")
+    tokenizer.save_pretrained(folder)
+    return folder

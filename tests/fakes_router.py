@@ -25,8 +25,9 @@ from baton.protocol import (
     Tokens,
     WorkerInfo,
 )
-from router.actions import NewTokens, RequestDone, RequestFailed, RouterAction, SendWorker
+from router.actions import NewTokens, RequestDone, RequestFailed, RouterAction, SampleDone, SendWorker
 from router.core import RouterCore
+from router.request import TokenWatch
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, block_size=4, head_dim=8, dtype="float32")
 VOCAB = 128
@@ -66,18 +67,24 @@ def join(info: WorkerInfo, version: int = PROTOCOL_VERSION) -> Join:
 
 def out(key: RequestKey, index: int, token: int | None = None, finish: FinishReason | None = None) -> TokenOut:
     """A token whose value tells its index, unless said otherwise."""
-    return TokenOut(key.request_id, key.attempt, 0, index, 10 + index if token is None else token, finish)
+    return TokenOut(key.request_id, key.attempt, key.sample, index, 10 + index if token is None else token, finish)
 
 
 def told(actions: Sequence[RouterAction]) -> list[Any]:
-    """Actions as short tuples: `("d0", Abort(..))`, `("tokens", label, (1, 2))`, `("done", ..)`, `("failed", ..)`."""
+    """Actions as short tuples: `("d0", Abort(..))`, `("tokens", label, (1, 2))`, `("done", ..)`, `("failed", ..)`.
+
+    Of another sample than 0, the label is such as `x.1`.
+    """
     short: list[Any] = []
     for action in actions:
         match action:
             case SendWorker():
                 short.append((action.worker_id, action.message))
             case NewTokens():
-                short.append(("tokens", action.label, action.tokens))
+                label = f"{action.label}.{action.sample}" if action.sample else action.label
+                short.append(("tokens", label, action.tokens))
+            case SampleDone():
+                short.append(("sample", f"{action.label}.{action.sample}", action.finish_reason))
             case RequestDone():
                 short.append(("done", action.label, action.finish_reason))
             case RequestFailed():
@@ -104,20 +111,29 @@ class Script:
         self.lives[info.worker_id] = int(info.incarnation.partition("#")[2])
         return self.done(self.core.on_join(join(info), self.now))
 
-    def generate(self, label: str = "x", prompt: int = 6, client: bytes = b"c", **sampling: Any) -> list[Any]:
-        """A request with a prompt of so many tokens; its id is `label` padded with zeros."""
+    def generate(
+        self,
+        label: str = "x",
+        prompt: int = 6,
+        client: bytes = b"c",
+        n: int = 1,
+        watches: Sequence[TokenWatch] = (),
+        **sampling: Any,
+    ) -> list[Any]:
+        """A request with a prompt of so many tokens; its id is the client's name and the label."""
         params = SamplingParams(**{"max_tokens": 5, **sampling})
         self.num_requests += 1
+        request_id, tokens = self.id(label, client), tuple(range(prompt))
         return self.done(
-            self.core.on_generate(client, label, self.id(label, client), 77, tuple(range(prompt)), params, self.now)
+            self.core.on_generate(client, label, request_id, 77, tokens, params, self.now, n=n, watches=watches)
         )
 
     @staticmethod
     def id(label: str, client: bytes = b"c") -> str:
         return f"{client.decode()}-{label}"
 
-    def key(self, label: str = "x", attempt: int = 0) -> RequestKey:
-        return RequestKey(self.id(label), attempt)
+    def key(self, label: str = "x", attempt: int = 0, sample: int = 0) -> RequestKey:
+        return RequestKey(self.id(label), attempt, sample)
 
     def life(self, worker_id: str) -> str:
         return f"{worker_id}#{self.lives[worker_id]}"
@@ -145,8 +161,8 @@ class Script:
     def lose(self, worker_id: str) -> list[Any]:
         return self.done(self.core.on_worker_lost(self.life(worker_id), "killed", self.now))
 
-    def cancel(self, label: str = "x", client: bytes = b"c") -> list[Any]:
-        return self.done(self.core.on_cancel(client, label, self.now))
+    def cancel(self, label: str = "x", client: bytes = b"c", sample: int | None = None) -> list[Any]:
+        return self.done(self.core.on_cancel(client, label, self.now, sample))
 
     def wait(self, seconds: float, beating: Sequence[str] = ()) -> list[Any]:
         """Let time pass, deadline by deadline, while `beating` workers send heartbeats. Leaves the router's out."""

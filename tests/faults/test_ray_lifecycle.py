@@ -9,21 +9,19 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Semaphore
 from typing import Any
 
 import psutil
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
 
 from baton.config import parse_config
 from baton.errors import BatonError, RequestFailedError
 from baton.protocol import Status
 from baton_cluster.ray_cluster import RayCluster
 from router.client import RouterClient
-from tests.golden.tiny_models import VOCAB, make_tiny_model
+from tests.golden.tiny_models import VOCAB
 from tests.stub_cluster import wait_until
 
 STREAMS = 20
@@ -32,15 +30,10 @@ RESTART_S = 90.0
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
-    folder = tmp_path_factory.mktemp("tiny")
-    make_tiny_model(folder)
-    words = {f"w{i}": i for i in range(VOCAB)}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), unk_token="w0")
-    tokenizer.save_pretrained(folder)
+def cluster(tiny_model: Path) -> Iterator[RayCluster]:
     tree = {
         "name": "baton-lifecycle",
-        "model": {"source": str(folder), "dtype": "float32"},
+        "model": {"source": str(tiny_model), "dtype": "float32"},
         "pools": {"prefill": {"kv_memory_mib": 16}, "decode": {"kv_memory_mib": 16}},
         "router": {"worker_wait_s": RESTART_S},
     }

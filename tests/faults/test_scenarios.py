@@ -247,12 +247,16 @@ def test_forged_ids_ranges_and_frames_never_reach_a_pool() -> None:
             control.send(codec.encode(Offer(transfer, (1, 2), (), SamplingParams())))
             control.send(codec.encode(Data(transfer, (7,), (0,))))
             control.send(codec.encode(Commit(transfer, 1, (1, 2, 3), True)))
-        for indices, sizes in (((0,), [LAYOUT.block_bytes]), ((1 << 19,), [LAYOUT.block_bytes]), ((0,), [3]), ((0,), [])):
+        for indices, sizes in (
+            ((0,), [LAYOUT.block_bytes]),
+            ((1 << 19,), [LAYOUT.block_bytes]),
+            ((0,), [3]),
+            ((0,), []),
+        ):
             header = Codec(DataHeader).encode(DataHeader(stolen, indices))
             data.send_multipart([header, *(bytes(size) for size in sizes)])
         stats = decode._links._transport.stats  # type: ignore[attr-defined]
         wait_until(lambda: (stats.num_dropped, stats.num_malformed) == (2, 2), "the forged frames came")
-        wait_until(lambda: decode.num_protocol_errors >= 4, "the forged messages came")
         for length in (5, 40):
             prompt = prompt_of(length)
             done = client.generate(prompt, max_tokens=10, seed=0)

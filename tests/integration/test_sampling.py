@@ -118,13 +118,17 @@ TABLE: list[dict[str, Any]] = [
 def test_a_table_of_parameters_gives_what_an_undisturbed_run_gives(cluster: StubCluster) -> None:
     """Rows 23 and 26: many prompts at once, each token, text, finish reason and count."""
     runs = [
-        (prompt_of(3 * i + j), {"max_tokens": 24, "seed": 7 + i, **row}) for i, row in enumerate(TABLE) for j in range(3)
+        (prompt_of(3 * i + j), {"max_tokens": 24, "seed": 7 + i, **row})
+        for i, row in enumerate(TABLE)
+        for j in range(3)
     ]
     with cluster.client() as client, ThreadPoolExecutor(16) as pool:
         done = list(pool.map(lambda run: client.generate(run[0], **run[1]), runs))
     for (prompt, options), completion in zip(runs, done, strict=True):
         text, tokens, reason = expected(prompt, **options)
-        assert (completion.text, list(completion.token_ids), completion.finish_reason) == (text, tokens, reason), options
+        assert (completion.text, list(completion.token_ids), completion.finish_reason) == (text, tokens, reason), (
+            options
+        )
         assert completion.usage.completion_tokens == len(tokens)
         assert completion.attempts == 1
     assert len({c.finish_reason for c in done}) == 2
@@ -248,7 +252,7 @@ def test_one_sample_cancelled_leaves_the_others(case: str) -> None:
             done = stream.result()
         wanted = [expected(prompt_of(20), i, ignore_eos=True, **options) for i in range(4)]
         assert [choice for i, choice in enumerate(choices_of(done)) if i != 2] == [wanted[i] for i in (0, 1, 3)]
-        text, tokens, reason = choices_of(done)[2]
+        _, tokens, reason = choices_of(done)[2]
         assert reason == "abort"
         assert 0 < len(tokens) < 60
         assert tokens == wanted[2][1][: len(tokens)]

@@ -1,7 +1,8 @@
 """RouterCore against fake workers that answer, refuse, fail, die, fall silent, duplicate and reorder.
 
-I1: every accepted request ends exactly once. I2: every token index reaches the client exactly once,
-in order. Each token's value is a function of request and index, so that a token of a wrong place shows.
+I1: every accepted request ends exactly once, when its samples have. I2: every token index of every sample
+reaches the client exactly once, in order. Each token's value is a function of request, sample and index, so that
+a token of a wrong place shows. Some samples are ended by a watch, which the workers do not know.
 At the end everything comes back to life and runs dry: nothing may be left, in the core or on a worker.
 """
 
@@ -28,7 +29,7 @@ from baton.protocol import (
     TokenOut,
     Tokens,
 )
-from router.actions import NewTokens, RequestDone, RequestFailed, RouterAction, SendWorker
+from router.actions import NewTokens, RequestDone, RequestFailed, RouterAction, SampleDone, SendWorker
 from router.core import RouterCore
 from tests.fakes_router import config_of, join, worker
 
@@ -36,21 +37,45 @@ CONFIG = config_of(router__max_attempts=4, router__max_requests=6)
 SHAPES = (("p0", "d0"), ("p0", "p1", "d0", "d1"), ("b0",), ("b0", "b1"), ("p0", "d0", "b0"))
 
 
-class Expected:
-    """What the client must get for one request, and has got."""
+class Sample:
+    """What the client must get of one sample, and has got. Also its watch, which ends it at index `watch_at`."""
 
-    def __init__(self, number: int, max_tokens: int, stop_at: int):
+    def __init__(self, number: int, max_tokens: int, stop_at: int, watch_at: int):
         self.number = number
-        self.total = min(max_tokens, stop_at + 1)
-        self.last: FinishReason = "stop" if stop_at < max_tokens else "length"
+        self.at_worker = min(max_tokens, stop_at + 1)
+        self.of_worker: FinishReason = "stop" if stop_at < max_tokens else "length"
+        self.watch_at = watch_at
+        self.total = min(self.at_worker, watch_at + 1)
+        self.last: FinishReason = "stop" if watch_at < self.at_worker else self.of_worker
         self.got: list[int] = []
+        self.watched = 0
         self.ended: str | None = None
 
     def token(self, index: int) -> int:
         return self.number * 100 + index
 
     def finish(self, index: int) -> FinishReason | None:
-        return self.last if index == self.total - 1 else None
+        return self.of_worker if index == self.at_worker - 1 else None
+
+    def watch(self, token: int, last: bool) -> bool:
+        index, self.watched = self.watched, self.watched + 1
+        assert token == self.token(index), "the watch sees each token once and in order"
+        assert last == (index == self.at_worker - 1)
+        return index == self.watch_at
+
+    def end(self, reason: str) -> None:
+        assert self.ended is None, "a sample ended twice"
+        self.ended = reason
+        if reason in ("stop", "length"):
+            assert (reason, len(self.got)) == (self.last, self.total)
+
+
+class Expected:
+    """What the client must get for one request."""
+
+    def __init__(self, samples: list[Sample]):
+        self.samples = samples
+        self.ended: str | None = None
 
 
 class FakeWorker:
@@ -99,17 +124,25 @@ class Cluster(RuleBasedStateMachine):
                     if fake.alive and fake.incarnation == action.incarnation:
                         fake.inbox.append(action.message)
                 case NewTokens():
+                    sample = self.requests[action.request_id].samples[action.sample]
+                    assert self.requests[action.request_id].ended is None, "tokens after the end"
+                    assert sample.ended is None, "tokens after the sample's end"
+                    sample.got.extend(action.tokens)
+                    assert sample.got == [sample.token(i) for i in range(len(sample.got))], "I2"
+                case SampleDone():
                     expected = self.requests[action.request_id]
-                    assert expected.ended is None, "tokens after the end"
-                    expected.got.extend(action.tokens)
-                    assert expected.got == [expected.token(i) for i in range(len(expected.got))], "I2"
+                    assert expected.ended is None
+                    assert len(expected.samples) > 1
+                    expected.samples[action.sample].end(action.finish_reason)
                 case RequestDone():
                     expected = self.requests[action.request_id]
                     assert expected.ended is None, "I1: ended twice"
                     expected.ended = action.finish_reason
-                    assert action.usage.completion_tokens == len(expected.got)
-                    if action.finish_reason != "abort":
-                        assert (action.finish_reason, len(expected.got)) == (expected.last, expected.total)
+                    if len(expected.samples) == 1:
+                        expected.samples[0].end(action.finish_reason)
+                    assert action.finish_reason == expected.samples[0].ended
+                    assert all(sample.ended for sample in expected.samples), "ended before its samples"
+                    assert action.usage.completion_tokens == sum(len(sample.got) for sample in expected.samples)
                 case RequestFailed():
                     expected = self.requests[action.request_id]
                     assert expected.ended is None, "I1: ended twice"
@@ -153,15 +186,15 @@ class Cluster(RuleBasedStateMachine):
         return submit.sampling.max_tokens - len(submit.prior)
 
     def say(self, fake: FakeWorker, key: RequestKey, index: int) -> FinishReason | None:
-        expected = self.requests[key.request_id]
-        finish = expected.finish(index)
-        token = TokenOut(key.request_id, key.attempt, 0, index, expected.token(index), finish)
+        sample = self.requests[key.request_id].samples[key.sample]
+        finish = sample.finish(index)
+        token = TokenOut(*key, index, sample.token(index), finish)
         fake.outbox.append(Tokens(fake.worker_id, fake.incarnation, (token,)))
         return finish
 
     def prefill(self, fake: FakeWorker, key: RequestKey) -> None:
         submit = fake.prefills[key]
-        assert len(submit.prior) < self.requests[key.request_id].total, "nothing is left to sample"
+        assert len(submit.prior) < self.requests[key.request_id].samples[key.sample].total, "nothing is left to sample"
         finish = self.say(fake, key, len(submit.prior))
         if finish is not None or self.remaining(submit) == 1:
             self.drop(fake, key)
@@ -199,13 +232,27 @@ class Cluster(RuleBasedStateMachine):
         found = [(w, k) for w in self.workers.values() if w.alive for k in what(w)]
         return data.draw(st.sampled_from(found)) if found else (None, None)
 
-    @rule(max_tokens=st.integers(1, 6), stop_at=st.integers(0, 8), client=st.sampled_from([b"c", b"e"]))
-    def generate(self, max_tokens: int, stop_at: int, client: bytes) -> None:
-        number = len(self.requests)
+    @rule(
+        max_tokens=st.integers(1, 6),
+        stops=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 12)), min_size=1, max_size=3),
+        watched=st.booleans(),
+        client=st.sampled_from([b"c", b"e"]),
+    )
+    def generate(self, max_tokens: int, stops: list[tuple[int, int]], watched: bool, client: bytes) -> None:
+        number, n = len(self.requests), len(stops)
         request_id = f"r{number}"
-        self.requests[request_id] = Expected(number, max_tokens, stop_at)
+        samples = [
+            Sample(number * 3 + i, max_tokens, stop_at, watch_at if watched else 99)
+            for i, (stop_at, watch_at) in enumerate(stops)
+        ]
+        self.requests[request_id] = Expected(samples)
         sampling = SamplingParams(max_tokens=max_tokens)
-        self.do(self.core.on_generate(client, str(number), request_id, 1, (1, 2, 3), sampling, self.now))
+        watches = samples if watched else ()
+        self.do(
+            self.core.on_generate(
+                client, str(number), request_id, 1, (1, 2, 3), sampling, self.now, n=n, watches=watches
+            )
+        )
 
     @rule(data=st.data())
     def hear_router(self, data: st.DataObject) -> None:
@@ -295,11 +342,11 @@ class Cluster(RuleBasedStateMachine):
             assert after is None or after > before, "a deadline that stays due would make the driver spin"
 
     @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), sample=st.sampled_from([None, 0, 1]))
+    def cancel(self, data: st.DataObject, sample: int | None) -> None:
         label = str(data.draw(st.integers(0, len(self.requests) - 1)))
         for client in (b"c", b"e"):
-            self.do(self.core.on_cancel(client, label, self.now))
+            self.do(self.core.on_cancel(client, label, self.now, sample))
 
     @rule(client=st.sampled_from([b"c", b"e"]))
     def client_goes(self, client: bytes) -> None:
@@ -308,7 +355,7 @@ class Cluster(RuleBasedStateMachine):
     @invariant()
     def books_are_right(self) -> None:
         self.core.check_integrity()
-        open_ones = sum(1 for e in self.requests.values() if e.ended is None)
+        open_ones = sum(s.ended is None for e in self.requests.values() if e.ended is None for s in e.samples)
         assert open_ones == self.core.num_requests
 
     def teardown(self) -> None:

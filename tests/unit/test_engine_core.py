@@ -316,3 +316,74 @@ def test_states_are_shown_in_messages() -> None:
     assert plan is not None
     assert plan.items[0].request.state is RequestState.RUNNING
     assert "running" in repr(core.holders()[0])
+
+
+# --- min_tokens -------------------------------------------------------------------------------------
+
+
+def test_min_tokens_forbids_what_would_end_the_request_and_then_no_more() -> None:
+    core = make_core()
+    r = request("a", 5, 9, min_tokens=3, stop_token_ids=(8,))
+    core.submit(r, 0.0)
+    seen = []
+
+    def token(request: EngineRequest) -> int:
+        seen.append((request.num_outputs, request.forbidden))
+        return 8 if request.num_outputs >= 3 else 7
+
+    assert emitted(run(core, token), "a") == [(0, 7, None), (1, 7, None), (2, 7, None), (3, 8, "stop")]
+    assert seen == [(0, {8, EOS}), (1, {8, EOS}), (2, {8, EOS}), (3, frozenset())]
+
+
+def test_a_stop_id_before_min_tokens_does_not_end_the_request() -> None:
+    """It can only be sampled where the vocabulary has nothing else."""
+    core = make_core()
+    core.submit(request("a", 5, 9, min_tokens=2), 0.0)
+    assert emitted(run(core, lambda r: EOS), "a") == [(0, EOS, None), (1, EOS, None), (2, EOS, "stop")]
+
+
+def test_ignored_eos_may_be_sampled_before_min_tokens() -> None:
+    core = make_core()
+    r = request("a", 5, 4, min_tokens=3, ignore_eos=True)
+    core.submit(r, 0.0)
+    assert r.forbidden == frozenset()
+    assert emitted(run(core, lambda r: EOS), "a")[-1] == (3, EOS, "length")
+
+
+@pytest.mark.parametrize("handoff", [False, True])
+def test_tokens_of_earlier_attempts_count_for_min_and_max_tokens(handoff: bool) -> None:
+    core = make_core()
+    params = SamplingParams(max_tokens=4, min_tokens=3)
+    r = EngineRequest(RequestKey("a", 1), [1, 2], params, prior=[7, 7], handoff=handoff)
+    core.submit(r, 0.0)
+    core.grant(r.key, 0.0)
+    assert r.forbidden == {EOS}
+    effects = run(core)
+    assert emitted(effects, "a")[0] == (2, 7, None)
+    assert r.forbidden == frozenset()
+    if not handoff:
+        assert emitted(effects, "a")[1:] == [(3, 7, "length")]
+    core.release(r.key, 0.0)
+    assert core.pool.num_free == core.pool.num_blocks
+
+
+def test_min_tokens_holds_over_a_hand_over() -> None:
+    core = make_core()
+    params = SamplingParams(max_tokens=5, min_tokens=2)
+    r = EngineRequest(RequestKey("a", 0), [1, 2, 3], params)
+    assert core.reserve(r, 5, 0.0) is not None
+    core.adopt(r.key, 7, 0.0)
+    assert r.forbidden == {EOS}
+    assert emitted(run(core, lambda r: 7 if r.forbidden else EOS), "a") == [(1, 7, None), (2, EOS, "stop")]
+
+
+def test_samples_of_a_request_are_requests_of_their_own() -> None:
+    core = make_core()
+    samples = [EngineRequest(RequestKey("a", 0, i), [1, 2, 3], SamplingParams(max_tokens=3)) for i in range(3)]
+    for r in samples:
+        core.submit(r, 0.0)
+    step(core)
+    assert core.abort(samples[1].key, 0.0) == [Ended(samples[1], "abort")]
+    ended = [e.request.sample for e in run(core) if isinstance(e, Ended)]
+    assert ended == [0, 2]
+    assert core.pool.num_free == core.pool.num_blocks

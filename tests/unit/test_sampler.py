@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from baton.engine.sampler import draw, sample, uniform
+from baton.engine.sampler import draw, narrow, sample, uniform
 from baton.protocol import SamplingParams
 
 GREEDY = SamplingParams()
@@ -83,3 +87,129 @@ def test_a_small_temperature_is_greedy() -> None:
 def test_lengths_must_agree() -> None:
     with pytest.raises(ValueError, match="2 rows"):
         sample(torch.zeros(2, 4), [GREEDY], [0], [0])
+
+
+# --- narrowing: top_k, top_p, min_p ---------------------------------------------------------------
+
+
+def brute_force(weights: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
+    """Ids that may be drawn, straight from the definitions, in exact fractions."""
+    left = {i: Fraction(w) for i, w in enumerate(weights) if w > 0}
+    best = max(left.values())
+    left = {i: w for i, w in left.items() if w >= Fraction(min_p) * best}
+    if top_k:
+        kth = sorted(left.values(), reverse=True)[: min(top_k, len(left))][-1]
+        left = {i: w for i, w in left.items() if w >= kth}
+    if top_p < 1:
+        total, mass, kept = sum(left.values()), Fraction(0), set()
+        for i in sorted(left, key=lambda i: (-left[i], i)):
+            if mass >= Fraction(top_p) * total:
+                break
+            kept.add(i)
+            mass += left[i]
+        return kept
+    return set(left)
+
+
+EIGHTHS = st.sampled_from([n / 8 for n in range(1, 9)])
+
+
+@given(
+    st.lists(st.integers(0, 6).map(float), min_size=1, max_size=12).filter(any),
+    st.integers(0, 14),
+    EIGHTHS,
+    st.sampled_from([0.0, 0.25, 0.5, 0.75]),
+)
+def test_narrowing_is_what_the_definitions_say(weights: list[float], top_k: int, top_p: float, min_p: float) -> None:
+    """Small whole weights: every sum and product is exact, so ties and borders are too."""
+    narrowed = narrow(np.array(weights), top_k, top_p, min_p)
+    kept = brute_force(weights, top_k, top_p, min_p)
+    assert {i for i, w in enumerate(narrowed) if w} == kept
+    assert all(narrowed[i] == weights[i] for i in kept)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 60), st.floats(0.01, 0.99), st.floats(0, 0.5))
+def test_narrowing_of_real_distributions(seed: int, top_k: int, top_p: float, min_p: float) -> None:
+    weights = np.exp(np.random.default_rng(seed).normal(size=300) * 2)
+    kept = np.flatnonzero(narrow(weights, top_k, top_p, min_p))
+    assert 1 <= len(kept) <= top_k
+    assert int(weights.argmax()) in kept
+    assert weights[kept].min() >= min_p * weights.max()
+    assert set(kept) == brute_force(weights.tolist(), top_k, top_p, min_p)
+
+
+def test_equals_of_the_kth_pass_top_k_and_lower_ids_go_first_in_top_p() -> None:
+    weights = np.array([1.0, 2, 1, 1, 2])
+    assert narrow(weights, 3, 1.0, 0).tolist() == [1, 2, 1, 1, 2]
+    assert narrow(weights, 2, 1.0, 0).tolist() == [0, 2, 0, 0, 2]
+    assert narrow(weights, 0, 0.7, 0).tolist() == [1, 2, 0, 0, 2]
+    assert narrow(weights, 0, 0.01, 0).tolist() == [0, 2, 0, 0, 0]
+
+
+def test_top_p_is_taken_of_what_top_k_left_and_top_k_of_what_min_p_left() -> None:
+    weights = np.array([8.0, 4, 2, 2])
+    assert narrow(weights, 2, 0.7, 0).tolist() == [8, 4, 0, 0]
+    assert narrow(weights, 2, 0.6, 0).tolist() == [8, 0, 0, 0]
+    assert narrow(weights, 0, 0.6, 0).tolist() == [8, 4, 0, 0]
+    assert narrow(weights, 0, 0.6, 0.5).tolist() == [8, 0, 0, 0]
+
+
+def test_temperature_comes_before_narrowing() -> None:
+    logits = torch.log(torch.tensor([[0.6, 0.3, 0.1]]))
+
+    def drawn(temperature: float) -> set[int]:
+        p = SamplingParams(temperature=temperature, seed=1, top_p=0.75)
+        return {sample(logits, [p], [0], [i])[0] for i in range(200)}
+
+    assert drawn(0.5) == {0}  # 0.36 : 0.09 : 0.01
+    assert drawn(1.0) == {0, 1}
+    assert drawn(4.0) == {0, 1, 2}
+
+
+def test_narrowed_draws_use_the_same_number_in_id_order() -> None:
+    logits = np.log(np.array([0.1, 0.4, 0.1, 0.4]))
+    assert [draw(logits, 1.0, u, top_k=2) for u in (0.0, 0.49, 0.51, 0.99)] == [1, 1, 3, 3]
+
+
+def test_top_k_1_is_greedy() -> None:
+    logits = torch.randn(20, 500, generator=torch.Generator().manual_seed(2))
+    params = [SamplingParams(temperature=3.0, seed=i, top_k=1) for i in range(20)]
+    assert sample(logits, params, [0] * 20, list(range(20))) == torch.argmax(logits, -1).tolist()
+
+
+def test_narrowed_rows_do_not_depend_on_their_batch() -> None:
+    logits = torch.randn(12, 300, generator=torch.Generator().manual_seed(0))
+    params = [
+        SamplingParams(temperature=0.5 + i % 3, seed=i, top_k=[0, 5, 50][i % 3], top_p=[1.0, 0.9][i % 2], min_p=i / 50)
+        for i in range(12)
+    ]
+    forbidden = [{int(logits[i].argmax())} if i % 4 == 0 else set() for i in range(12)]
+    rows = [0] * 12, list(range(12))
+    together = sample(logits, params, *rows, forbidden)
+    alone = [sample(logits[i : i + 1], [params[i]], [0], [i], [forbidden[i]])[0] for i in range(12)]
+    assert together == alone
+
+
+# --- forbidden ids --------------------------------------------------------------------------------
+
+
+def test_forbidden_ids_are_never_taken_and_the_logits_stay() -> None:
+    logits = torch.tensor([[0.0, 9.0, 8.0, 1.0]] * 3)
+    before = logits.clone()
+    params = [GREEDY, hot(1), SamplingParams(temperature=1.0, seed=1, top_k=2)]
+    for position in range(50):
+        tokens = sample(logits, params, [0] * 3, [position] * 3, [{1, 900}] * 3)
+        assert tokens[0] == 2
+        assert 1 not in tokens
+        assert tokens[2] in (2, 3)
+    assert torch.equal(logits, before)
+
+
+def test_a_row_that_forbids_nothing_is_as_without_the_others() -> None:
+    logits = torch.tensor([[0.0, 9.0, 8.0]] * 2)
+    assert sample(logits, [GREEDY] * 2, [0] * 2, [0] * 2, [(), {1}]) == [1, 2]
+
+
+def test_where_all_ids_are_forbidden_none_is() -> None:
+    logits = torch.tensor([[0.0, 9.0, 8.0]])
+    assert sample(logits, [GREEDY], [0], [0], [{0, 1, 2}]) == [1]

@@ -24,7 +24,9 @@ def naive(text: str, stops: list[str], *, include: bool = False, ignored: int = 
 
 def could_start(text: str, stops: list[str]) -> int:
     """Length of the longest end of `text` that is the start of a stop, and not all of it."""
-    return max(n for n in range(len(text) + 1) if any(len(s) > n and s.startswith(text[len(text) - n :]) for s in stops))
+    return max(
+        n for n in range(len(text) + 1) if any(len(s) > n and s.startswith(text[len(text) - n :]) for s in stops)
+    )
 
 
 @st.composite

@@ -1,0 +1,399 @@
+"""EngineCore under whatever order of events its driver and its ports may produce, on pools that are too small.
+
+After every event each block is free or held once (I3); the blocks of the step under way and of every
+transfer are still their requests' (I5, I4); plans keep the budget and compute only what is known. Each
+accepted request ends once (I1), with token indices without gap or repetition (I2). And from wherever an
+example stops: once transfers answer, everything ends within a bound of steps, and no block is held.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from baton.engine.core import EngineCore
+from baton.engine.policy import POLICIES
+from baton.engine.request import ChunkDone, Effect, Emit, Ended, EngineRequest, PromptDone, RequestState, StepPlan
+from baton.errors import InvalidRequestError, RequestTooLargeError
+from baton.protocol import RequestKey, SamplingParams
+
+B = 4
+EOS = 99
+MAX_MODEL_LEN = 48
+PICK = st.integers(0, 1 << 16)
+
+
+class Life:
+    """What the outside knows of one request: a second, independent account of it."""
+
+    def __init__(self, request: EngineRequest, kind: str):
+        self.request = request
+        self.kind = kind
+        """`plain`, `handoff` (prefill side) or `adopted` (decode side)."""
+        self.credit = kind != "handoff"
+        self.transfer = kind == "adopted"
+        """A transfer reads or writes its blocks, until `release` or its answer."""
+        self.known = list(request.tokens)
+        self.emitted = request.num_context - request.num_prompt
+        """Index of the next token that it may emit."""
+        self.shipped: list[int] = []
+        """Blocks that became final, by index."""
+        self.ends: list[str] = []
+        self.gone = False
+        """`Ended`, or its hand-over was released: nothing may come of it any more."""
+        self.held_for_transfer: list[int] = []
+        """Blocks seen while the transfer holds them."""
+
+
+class Engine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(3, 10),
+        max_batch_tokens=st.integers(1, 12),
+        max_batch_requests=st.integers(1, 5),
+        policy=st.sampled_from(sorted(POLICIES)),
+    )
+    def start(self, num_blocks: int, max_batch_tokens: int, max_batch_requests: int, policy: str) -> None:
+        self.now = 0.0
+        self.core = EngineCore(
+            num_blocks=num_blocks,
+            block_size=B,
+            max_batch_tokens=max_batch_tokens,
+            max_batch_requests=max_batch_requests,
+            max_model_len=MAX_MODEL_LEN,
+            policy=POLICIES[policy](),
+            eos_token_ids=[EOS],
+        )
+        self.lives: dict[RequestKey, Life] = {}
+        self.number = 0
+        self.plan: StepPlan | None = None
+        self.in_step: dict[RequestKey, list[int]] = {}
+        """Blocks of the requests in the step under way."""
+
+    # --- what the machine knows -------------------------------------------------------------------
+
+    def new(self, prompt: int, max_tokens: int, prior: int, kind: str, deadline: float | None = None) -> EngineRequest:
+        self.number += 1
+        return EngineRequest(
+            RequestKey(f"{self.number:x}", 0),
+            list(range(prompt)),
+            SamplingParams(max_tokens=max_tokens, ignore_eos=self.number % 4 == 0),
+            prior=[50] * prior,
+            handoff=kind == "handoff",
+            deadline=None if deadline is None else self.now + deadline,
+        )
+
+    def fits(self, request: EngineRequest) -> bool:
+        """An independent account of what can ever run here."""
+        needed = request.num_context if request.handoff else request.max_len - 1
+        return request.max_len <= MAX_MODEL_LEN and -(-needed // B) <= self.core.pool.num_blocks
+
+    def of(self, condition: Callable[[Life], bool]) -> list[Life]:
+        return [life for life in self.lives.values() if condition(life)]
+
+    def pick(self, lives: list[Life], pick: int) -> RequestKey:
+        return lives[pick % len(lives)].request.key
+
+    def waits_for_credit(self, life: Life) -> bool:
+        return life.kind == "handoff" and not life.credit and not life.gone
+
+    def is_reserved(self, life: Life) -> bool:
+        return life.request.state is RequestState.RESERVED and life.transfer
+
+    def hear(self, effects: list[Effect]) -> None:
+        """What the ports and the router would do with effects."""
+        for effect in effects:
+            life = self.lives[effect.request.key]
+            request = life.request
+            assert not life.gone, f"{effect} after the end"
+            match effect:
+                case Emit(index=index, token=token, finish=finish):
+                    assert index == life.emitted, f"{request!r}: token {index} after {life.emitted - 1} (I2)"
+                    life.emitted += 1
+                    life.known.append(token)
+                    assert request.tokens == life.known
+                    stops = token == EOS and not request.sampling.ignore_eos
+                    assert finish == (
+                        "stop" if stops else "length" if life.emitted == request.sampling.max_tokens else None
+                    )
+                case ChunkDone(blocks=blocks):
+                    assert life.kind == "handoff" and life.transfer
+                    indices = [index for index, _ in blocks]
+                    assert indices == list(range(len(life.shipped), len(life.shipped) + len(blocks)))
+                    life.shipped += [block for _, block in blocks]
+                    assert request.blocks[: len(life.shipped)] == life.shipped
+                    whole = -(-request.num_computed // B)
+                    assert whole - 1 <= len(life.shipped) <= whole
+                case PromptDone():
+                    assert life.kind == "handoff" and life.transfer
+                    assert len(life.shipped) == -(-request.num_context // B), "every block of the context is shipped"
+                    assert life.emitted == request.num_outputs
+                case Ended(reason=reason):
+                    life.ends.append(reason)
+                    life.gone = True
+
+    # --- requests come in -------------------------------------------------------------------------
+
+    @rule(
+        prompt=st.integers(1, 20),
+        max_tokens=st.integers(1, 14),
+        prior=st.integers(0, 3),
+        kind=st.sampled_from(["plain", "plain", "handoff"]),
+        deadline=st.none() | st.floats(0.5, 20),
+        granted=st.booleans(),
+    )
+    def submit(
+        self, prompt: int, max_tokens: int, prior: int, kind: str, deadline: float | None, granted: bool
+    ) -> None:
+        prior = min(prior, max_tokens - 1)
+        if kind == "handoff" and max_tokens - prior == 1:
+            kind = "plain"  # WorkerCore hands over only what has more than its first token left
+        request = self.new(prompt, max_tokens, prior, kind, deadline)
+        if not self.fits(request):
+            with pytest.raises(RequestTooLargeError):
+                self.core.submit(request, self.now)
+            return
+        self.core.submit(request, self.now)
+        self.lives[request.key] = Life(request, kind)
+        if kind == "handoff" and granted:
+            self.grant(len(self.of(self.waits_for_credit)) - 1)
+
+    @precondition(lambda self: self.of(self.waits_for_credit))
+    @rule(pick=PICK)
+    def grant(self, pick: int) -> None:
+        key = self.pick(self.of(self.waits_for_credit), pick)
+        self.core.grant(key, self.now)
+        self.lives[key].credit = self.lives[key].transfer = True
+
+    @precondition(lambda self: self.of(self.waits_for_credit))
+    @rule(pick=PICK)
+    def keep(self, pick: int) -> None:
+        key = self.pick(self.of(self.waits_for_credit), pick)
+        life = self.lives[key]
+        if -(-(life.request.max_len - 1) // B) > self.core.pool.num_blocks:
+            with pytest.raises(RequestTooLargeError):
+                self.core.keep(key, self.now)
+            self.hear(self.core.abort(key, self.now))
+            return
+        self.core.keep(key, self.now)
+        life.kind, life.credit = "plain", True
+
+    @rule(
+        prompt=st.integers(1, 20),
+        max_tokens=st.integers(2, 14),
+        prior=st.integers(0, 3),
+        growth=st.integers(0, 14),
+        deadline=st.none() | st.floats(0.5, 20),
+    )
+    def reserve(self, prompt: int, max_tokens: int, prior: int, growth: int, deadline: float | None) -> None:
+        request = self.new(prompt, max_tokens, min(prior, max_tokens - 2), "adopted", deadline)
+        if not self.fits(request):
+            with pytest.raises(RequestTooLargeError):
+                self.core.reserve(request, request.num_context, self.now)
+            return
+        num_tokens = min(request.num_context + growth, request.max_len - 1)
+        free = self.core.pool.num_free
+        blocks = self.core.reserve(request, num_tokens, self.now)
+        if blocks is None:
+            assert self.core.pool.num_free == free
+            return
+        assert len(blocks) == -(-num_tokens // B)
+        self.lives[request.key] = Life(request, "adopted")
+
+    @precondition(lambda self: self.of(lambda life: self.is_reserved(life) and not life.gone))
+    @rule(pick=PICK, token=st.integers(0, 9), trusted=st.booleans())
+    def adopt_or_recompute(self, pick: int, token: int, trusted: bool) -> None:
+        key = self.pick(self.of(lambda life: self.is_reserved(life) and not life.gone), pick)
+        life = self.lives[key]
+        (self.core.adopt if trusted else self.core.recompute)(key, token, self.now)
+        life.transfer = False
+        life.known.append(token)
+        life.emitted += 1  # prefill has emitted this one
+
+    # --- requests go out --------------------------------------------------------------------------
+
+    def may_release(self, life: Life) -> bool:
+        """The send port releases a request it handed over, or one that has ended; the receive port a reservation."""
+        handed = life.request.state is RequestState.HANDED
+        return life.transfer and (life.gone or handed or life.kind == "adopted")
+
+    @precondition(lambda self: self.of(self.may_release))
+    @rule(pick=PICK)
+    def release(self, pick: int) -> None:
+        key = self.pick(self.of(self.may_release), pick)
+        self.core.release(key, self.now)
+        life = self.lives[key]
+        life.transfer = False
+        life.gone = True
+        life.ends = life.ends or ["released"]
+        self.core.release(key, self.now)  # again: a no-op
+
+    @precondition(lambda self: self.lives)
+    @rule(pick=PICK)
+    def abort(self, pick: int) -> None:
+        """Of any request, ended ones too."""
+        key = self.pick(list(self.lives.values()), pick)
+        gone = self.lives[key].gone
+        effects = self.core.abort(key, self.now)
+        assert [type(effect) for effect in effects] == ([] if gone else [Ended])
+        self.hear(effects)
+        assert self.core.abort(key, self.now) == []
+
+    @rule(seconds=st.floats(0.1, 8))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        late = {
+            life.request.key
+            for life in self.of(lambda life: not life.gone and not self.is_reserved(life))
+            if life.request.deadline is not None and life.request.deadline <= self.now
+        }
+        effects = self.core.on_deadline(self.now)
+        assert {effect.request.key for effect in effects} == late
+        self.hear(effects)
+        deadline = self.core.next_deadline()
+        assert deadline is None or deadline > self.now
+
+    @precondition(lambda self: self.lives)
+    @rule(pick=PICK)
+    def submit_again(self, pick: int) -> None:
+        """A key that is here already is refused; what is here does not notice."""
+        life = self.lives[self.pick(list(self.lives.values()), pick)]
+        if not life.gone or life.transfer:
+            with pytest.raises(InvalidRequestError, match="already"):
+                self.core.submit(EngineRequest(life.request.key, [1], SamplingParams()), self.now)
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.plan is None)
+    @rule()
+    def schedule(self) -> None:
+        transfers = {life.request.key: list(life.request.blocks) for life in self.of(lambda life: life.transfer)}
+        self.plan = plan = self.core.schedule(self.now)
+        for key, blocks in transfers.items():
+            held = self.lives[key].request.blocks
+            assert held[: len(blocks)] == blocks, "a step took blocks that a transfer holds (I4, I5)"
+        if plan is None:
+            return
+        assert plan.items
+        assert plan.total_tokens == sum(item.num_tokens for item in plan.items) <= self.core.max_batch_tokens
+        assert len({item.request.key for item in plan.items}) == len(plan.items)
+        for item in plan.items:
+            request, life = item.request, self.lives[item.request.key]
+            assert not life.gone and life.credit and not self.is_reserved(life), f"{request!r} must not run"
+            assert item.start == request.num_computed and 0 < item.num_tokens <= len(request.tokens) - item.start
+            assert item.samples == (item.start + item.num_tokens == len(request.tokens))
+            assert len(request.blocks) * B >= item.start + item.num_tokens, "computed into no block"
+            self.in_step[request.key] = list(request.blocks)
+        assert len(self.core._running) <= self.core.max_batch_requests
+
+    @precondition(lambda self: self.plan is not None)
+    @rule(tokens=st.lists(st.sampled_from([1, 2, 3, 4, 5, 6, 7, EOS]), min_size=1, max_size=5))
+    def complete(self, tokens: list[int]) -> None:
+        plan = self.plan
+        assert plan is not None
+        self.plan = None
+        self.in_step.clear()
+        sampled = [tokens[i % len(tokens)] if item.samples else None for i, item in enumerate(plan.items)]
+        self.hear(self.core.complete(plan, sampled, self.now))
+
+    @precondition(lambda self: self.plan is not None)
+    @rule()
+    def fail_step(self) -> None:
+        plan = self.plan
+        assert plan is not None
+        self.plan = None
+        self.in_step.clear()
+        lost = {item.request.key for item in plan.items if not self.lives[item.request.key].gone}
+        effects = self.core.fail_step(plan, self.now)
+        assert {effect.request.key for effect in effects} == lost
+        self.hear(effects)
+
+    # --- what always holds ------------------------------------------------------------------------
+
+    @invariant()
+    def blocks_are_conserved(self) -> None:  # I3
+        self.core.check_integrity()
+        free = self.core.pool._free
+        assert len(set(free)) == len(free)
+        held = {block for life in self.lives.values() for block in life.request.blocks}
+        assert held.isdisjoint(free)
+        assert len(held) + len(free) == self.core.pool.num_blocks
+
+    @invariant()
+    def the_step_keeps_its_blocks(self) -> None:  # I5
+        for key, blocks in self.in_step.items():
+            assert self.lives[key].request.blocks == blocks, f"{key} is in a step, its blocks are not its own any more"
+
+    @invariant()
+    def transfers_keep_their_blocks(self) -> None:  # I4, I5
+        for life in self.lives.values():
+            blocks = life.request.blocks
+            if life.transfer:
+                assert blocks[: len(life.held_for_transfer)] == life.held_for_transfer, f"{life.request!r} lost blocks"
+                life.held_for_transfer = list(blocks)
+            else:
+                life.held_for_transfer = []
+
+    @invariant()
+    def every_request_ends_once(self) -> None:  # I1
+        live = set(self.core.live())
+        for key, life in self.lives.items():
+            assert len(life.ends) == life.gone, life.ends
+            assert (key in live) != life.gone, f"{life.request!r} is neither live nor has it ended"
+            if life.gone and not life.transfer and key not in self.in_step:
+                assert life.request.blocks == [], f"{life.request!r} has ended and keeps blocks"
+
+    @invariant()
+    def the_load_adds_up(self) -> None:
+        load = self.core.load()
+        queued = self.of(lambda life: not life.gone and life.request.state is RequestState.WAITING)
+        running = self.of(lambda life: not life.gone and life.request.state is RequestState.RUNNING)
+        assert (load.num_waiting, load.num_running) == (len(queued), len(running))
+        assert load.blocks_free == self.core.pool.num_free
+
+    def teardown(self) -> None:
+        """From here on transfers answer at once: everything must end, within a bound of steps."""
+        if not hasattr(self, "core"):
+            return
+        for life in self.of(self.waits_for_credit):
+            self.core.grant(life.request.key, self.now)
+            life.credit = life.transfer = True
+        tokens = sum(len(life.request.tokens) + life.request.max_len for life in self.lives.values())
+        bound = 10 + 4 * tokens  # one step may compute one token, and preemption computes some of them again
+        for _ in range(bound):
+            for life in self.of(lambda life: self.is_reserved(life) and not life.gone):
+                self.core.adopt(life.request.key, 1, self.now)
+                life.transfer = False
+                life.known.append(1)
+                life.emitted += 1
+            while lives := self.of(self.may_release):
+                self.release(self.lives_index(lives[0]))
+            if self.plan is None:
+                self.schedule()
+            if self.plan is None:
+                break
+            self.complete([1])
+            self.check()
+        assert self.plan is None, f"still at work after {bound} steps: {self.core.holders()}"
+        assert self.core.live() == [], f"stuck: {[self.lives[key].request for key in self.core.live()]}"
+        assert self.core.pool.num_free == self.core.pool.num_blocks
+        self.check()
+
+    def lives_index(self, life: Life) -> int:
+        return self.of(self.may_release).index(life)
+
+    def check(self) -> None:
+        self.blocks_are_conserved()
+        self.the_step_keeps_its_blocks()
+        self.transfers_keep_their_blocks()
+        self.every_request_ends_once()
+
+
+TestEngine = Engine.TestCase
+TestEngine.settings = settings(
+    max_examples=int(os.environ.get("BATON_EXAMPLES", "150")), stateful_step_count=60, deadline=None
+)
