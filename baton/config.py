@@ -20,7 +20,8 @@ from baton.errors import ConfigError
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
-PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+"""Finite and of a length that every timer can wait: 1e6 s are eleven days."""
 Role = Literal["prefill", "decode", "both"]
 
 
@@ -93,7 +94,7 @@ class TransferConfig(_Section, frozen=True):
     """`auto`: `inproc` between workers of one process, else `zmq+tcp`; `zmq+ipc` stays on one machine."""
     checksum: Literal["xxh3", "none"] = "xxh3"
     """Per-block checksum, verified by the decode worker before a block is used."""
-    lease_s: PositiveFloat = 30.0
+    lease_s: Seconds = 30.0
     """A transfer that makes no progress for this long ends; queueing for credit does not count."""
     expected_growth: NonNegativeInt = 256
     """Decode reserves blocks for the prompt plus min(max_tokens, this) tokens."""
@@ -111,19 +112,19 @@ class RouterConfig(_Section, frozen=True):
     decode_policy: Literal["round_robin", "least_loaded"] = "least_loaded"
     max_requests: PositiveInt = 4096
     """Requests in the system at once; one more is refused as overloaded."""
-    request_timeout_s: PositiveFloat | None = None
+    request_timeout_s: Seconds | None = None
     """A request that takes longer fails, wherever it is by then; None: no limit."""
     max_attempts: PositiveInt = 3
     """Times a request is placed before it fails, the first included."""
-    worker_wait_s: PositiveFloat = 60.0
+    worker_wait_s: Seconds = 60.0
     """How long a request that lost its worker waits for one to come back where no other can take it."""
 
 
 class LivenessConfig(_Section, frozen=True):
     """When a silent peer counts as lost."""
 
-    heartbeat_s: PositiveFloat = 0.5
-    timeout_s: PositiveFloat = 2.0
+    heartbeat_s: Seconds = 0.5
+    timeout_s: Seconds = 2.0
 
 
 class ClusterConfig(_Section, frozen=True):
@@ -142,7 +143,7 @@ class ClusterConfig(_Section, frozen=True):
     router: RouterConfig = RouterConfig()
     liveness: LivenessConfig = LivenessConfig()
     ray: RayConfig = RayConfig()
-    start_timeout_s: PositiveFloat = 120.0
+    start_timeout_s: Seconds = 120.0
     """`up` fails if the cluster is not ready within this."""
 
     def role_of(self, pool: str) -> Role:
@@ -163,17 +164,30 @@ def load_config(path: str | Path | None = None, overrides: dict[str, Any] | None
     if path is not None:
         source = str(path)
         try:
-            tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            text = Path(path).read_text(encoding="utf-8")
         except OSError as e:
             raise ConfigError(source, f"cannot be read: {e.strerror or e}") from e
-        except (yaml.YAMLError, UnicodeDecodeError) as e:
-            raise ConfigError(source, f"is not valid YAML: {e}") from e
+        except UnicodeDecodeError as e:
+            raise ConfigError(source, f"is not text in UTF-8: {e}") from e
+        tree = parse_yaml(text, source)
         tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise ConfigError(source, "must hold a mapping of sections", value=tree)
     for dotted, value in (overrides or {}).items():
         _set_dotted(tree, dotted, value)
     return parse_config(tree)
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """What YAML says; a ConfigError of one line that names `source` where it says nothing."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as e:
+        mark = e.problem_mark
+        at = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(source, f"is not valid YAML{at}: {e.problem or e.context}") from e
+    except (yaml.YAMLError, ValueError, RecursionError) as e:  # ValueError: dates and numbers that are none
+        raise ConfigError(source, f"is not valid YAML: {' '.join(str(e).split())}") from e
 
 
 def parse_config(tree: dict[str, Any]) -> ClusterConfig:

@@ -17,10 +17,13 @@ PROTOCOL_VERSION = 1
 MAX_PROMPT_TOKENS = 1 << 20
 """More than any model here reads; bounds what a peer can make us allocate."""
 
+MAX_TEXT = 4 << 20
+"""Characters of a prompt, whatever its parts."""
+
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
-Text = Annotated[str, msgspec.Meta(max_length=4 << 20)]
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 TokenIds = Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from baton.config import ClusterConfig, dump_config, load_config
+from baton.config import ClusterConfig, dump_config, load_config, parse_yaml
 from baton.errors import ConfigError
 from baton_cli.guard import guarded, interrupt
 from baton_cli.output import completion_data, out, print_json, status_data, status_table, timeline_table
@@ -53,7 +53,7 @@ def read_config(path: Path | None, overrides: list[str] | None) -> ClusterConfig
         key, separator, text = item.partition("=")
         if not separator or not key:
             raise ConfigError("--set", "is not KEY=VALUE", value=item, allowed="such as engine.block_size=32")
-        values[key] = yaml.safe_load(text)
+        values[key] = parse_yaml(text, f"--set {key}")
     return load_config(path, values)
 
 

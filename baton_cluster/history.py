@@ -7,12 +7,12 @@ The life history of a request at one place (a worker's id, or `router`) is an or
 
     hears X       a message of the router or of a peer reached the core
     computes s+n  a step was planned that computes tokens[s : s + n]
-    ships, awaits KV blocks were given to the transport, or may be written by it
+    awaits i..j   these KV blocks may be written by the transport from now on
     says X        a message left, to a peer or to the router;  token i=t (finish): one sampled token
     tells w X     (router) a message for worker w;  token t: one more for the client;  done, failed: the end
 
-Each place is ordered. Between places there is no order but that of cause and effect, and what the data
-link reports may come before or after messages: it is counted apart, in `blocks`.
+Each place is ordered. Between places there is no order but that of cause and effect, and what depends on
+the data link's pace (blocks `shipped`, `sent`, `received`) has none to messages: it is counted, in `blocks`.
 """
 
 from __future__ import annotations
@@ -145,7 +145,6 @@ class LifeHistory:
                 if transfer is not None:
                     self._add(transfer.request_id, now, place, f"says {type(message).__name__}")
             case ShipBlocks(_, transfer, pairs):
-                self._add(transfer.request_id, now, place, f"ships {_indices(pairs)}")
                 self._count(transfer.request_id, place, "shipped", len(pairs))
             case ReceiveBlocks(_, transfer, _, pairs):
                 self._add(transfer.request_id, now, place, f"awaits {_indices(pairs)}")

@@ -41,7 +41,6 @@ from baton.errors import ProtocolError
 from baton.protocol import TransferId
 from kv_transfer.messages import Commit, Offer
 
-
 ANSWER_LEASES: Final = 2
 """Leases that P waits for the answer to a Commit whose blocks have all left."""
 

@@ -11,7 +11,18 @@ from typing import Any, TypedDict, Unpack
 import msgspec
 
 from baton.errors import InvalidRequestError
-from baton.protocol import ChatMessage, Delta, Done, FinishReason, Generate, SamplingParams, Usage
+from baton.protocol import (
+    MAX_TEXT,
+    ChatMessage,
+    Delta,
+    Done,
+    FinishReason,
+    Generate,
+    Name,
+    SamplingParams,
+    Text,
+    Usage,
+)
 from baton.timeline import RequestTimeline
 from router.admission import check_sampling
 
@@ -190,9 +201,9 @@ def build_generate(label: str, prompt: Prompt, **options: Unpack[GenerateOptions
         if isinstance(given.get(name), Iterable):
             given[name] = tuple(given[name])
     for name, value in given.items():
-        if isinstance(value, int) and not isinstance(value, bool) and name in ("temperature", "top_p", "min_p"):
-            given[name] = value = float(value)
         _check(name, value, _TYPES[name])
+        if isinstance(value, int) and name in ("temperature", "top_p", "min_p"):
+            given[name] = float(value)
     request = {name: given.pop(name) for name in _REQUEST_OPTIONS & given.keys()}
     sampling = SamplingParams(**given)
     check_sampling(sampling)
@@ -207,6 +218,7 @@ _TYPES = {field.name: field.type for kind in (SamplingParams, Generate) for fiel
 
 def _with_prompt(label: str, prompt: Prompt, sampling: SamplingParams) -> Generate:
     if isinstance(prompt, str):
+        _check("prompt", prompt, _TYPES["text"])
         return Generate(label=label, sampling=sampling, text=prompt)
     if not isinstance(prompt, (list, tuple)):
         raise InvalidRequestError("prompt must be text, a list of token ids or a list of messages", field="prompt")
@@ -217,14 +229,22 @@ def _with_prompt(label: str, prompt: Prompt, sampling: SamplingParams) -> Genera
             assert isinstance(message, dict)
             if set(message) != {"role", "content"}:
                 raise InvalidRequestError(f"prompt[{i}] must have role and content, nothing else", field="prompt")
+            _check(f"prompt[{i}].role", message["role"], Name)
+            _check(f"prompt[{i}].content", message["content"], Text)
             messages.append(ChatMessage(message["role"], message["content"]))
+        size = sum(len(m.role) + len(m.content) for m in messages)
+        if size > MAX_TEXT:
+            raise InvalidRequestError(
+                f"messages of {size} characters in all, at most {MAX_TEXT} travel", field="prompt"
+            )
         return Generate(label=label, sampling=sampling, messages=tuple(messages))
     _check("prompt", prompt, _TYPES["token_ids"])
     return Generate(label=label, sampling=sampling, token_ids=tuple(prompt))  # type: ignore[arg-type]
 
 
 def _check(name: str, value: Any, kind: Any) -> None:
+    """That `value` is a `kind`, and that it can be encoded: text may hold half of a surrogate pair."""
     try:
-        msgspec.convert(value, kind, strict=True)
-    except msgspec.ValidationError as e:
+        msgspec.msgpack.encode(msgspec.convert(value, kind, strict=True))
+    except (msgspec.ValidationError, UnicodeEncodeError, OverflowError) as e:
         raise InvalidRequestError(f"{name}: {e}", field=name.partition("[")[0]) from None

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class ProcessCluster(StubCluster):
-    """A StubCluster over TCP in which the workers `apart` (worker ids) are processes; a step of theirs takes `step_s`."""
+    """A StubCluster over TCP; the workers `apart` (worker ids) are processes, whose steps take `apart_step_s`."""
 
     def __init__(self, pools: dict[str, Any], *, apart: Collection[str], apart_step_s: float = 0.0, **options: Any):
         self.processes: dict[str, subprocess.Popen[bytes]] = {}

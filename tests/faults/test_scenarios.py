@@ -6,6 +6,7 @@ Real threads, sockets, sessions and router; no model. B is the block size. The r
 
 from __future__ import annotations
 
+import signal
 import socket
 import threading
 import time
@@ -515,6 +516,79 @@ def test_a_decode_worker_killed_before_its_first_token() -> None:
         assert all(seconds >= 0 for timeline in stages for seconds in timeline.stages().values())
         assert all(sum(t.stages().values()) == pytest.approx(t.total(), abs=1e-6) for t in stages)
         ended_well(cluster)
+
+
+def test_a_worker_that_dies_and_comes_back() -> None:
+    """Row 11: a new life serves what waited for it; the survivor holds nothing of the former one."""
+    pools = {"prefill": {}, "decode": {}}
+    cluster = ProcessCluster(pools, apart=["decode-0"], apart_step_s=0.01, engine=ENGINE, liveness=LIVENESS)
+    with cluster, cluster.client() as client, ThreadPoolExecutor(4) as pool:
+        prompts = [prompt_of(40, i) for i in range(4)]
+        streaming = [pool.submit(client.generate, prompt, max_tokens=200, seed=0) for prompt in prompts]
+        wait_until(lambda: send_counters(cluster)["done"] == 4, "all are handed over")
+        cluster.kill("decode-0")
+        cluster.wait_state("decode-0", "lost")
+        cluster.launch("decode-0", "decode")
+        for prompt, future in zip(prompts, streaming, strict=True):
+            done = future.result(timeout=40)
+            assert (list(done.token_ids), done.attempts) == (expected_tokens(prompt, 200), 2)
+            stages = done.timeline.stages()
+            assert min(stages.values()) >= 0
+            assert sum(stages.values()) == pytest.approx(done.timeline.total(), abs=1e-6)
+        ended_well(cluster)
+
+
+def test_a_worker_that_freezes_and_thaws() -> None:
+    """Row 27: it counts as lost meanwhile; what it says afterwards about attempts that were moved is not believed."""
+    pools = {"prefill": {}, "decode": {"workers": 2}}
+    cluster = ProcessCluster(pools, apart=["decode-1"], apart_step_s=0.01, engine=ENGINE, liveness=LIVENESS)
+    with cluster, cluster.client() as client, ThreadPoolExecutor(4) as pool:
+        prompts = [prompt_of(40, i) for i in range(4)]
+        streaming = [pool.submit(client.generate, prompt, max_tokens=200, seed=0) for prompt in prompts]
+        wait_until(lambda: send_counters(cluster)["done"] == 4, "all are handed over")
+        cluster.processes["decode-1"].send_signal(signal.SIGSTOP)
+        cluster.wait_state("decode-1", "lost")
+        cluster.processes["decode-1"].send_signal(signal.SIGCONT)
+        for prompt, future in zip(prompts, streaming, strict=True):
+            assert list(future.result(timeout=20).token_ids) == expected_tokens(prompt, 200)
+        assert sorted(future.result().attempts for future in streaming) == [1, 1, 2, 2]
+        cluster.wait_state("decode-1", "ready")
+        again = [client.generate(prompt, max_tokens=5, seed=0) for prompt in prompts]
+        assert {done.decode_worker for done in again} == {"decode-0", "decode-1"}
+        wait_until(
+            lambda: all(w.load.blocks_free == w.load.blocks_total for w in cluster.router.status().workers),
+            "all blocks are free, on the thawed worker too",
+        )
+        ended_well(cluster)
+
+
+def test_nothing_is_kept_of_requests_that_have_ended() -> None:
+    """Row 9: however many end and however they end, the tables that grow with requests are empty again."""
+    with StubCluster(SPLIT, transport=TRANSPORT, engine=ENGINE) as cluster, cluster.client() as client:
+
+        def one(number: int) -> None:
+            with client.stream(prompt_of(30, number), max_tokens=8, seed=0) as stream:
+                for _ in stream:
+                    if number % 4 == 0:
+                        break
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(one, range(100)))
+        ended_well(cluster)
+        for worker in cluster.workers.values():
+            links: Any = worker._links
+            expected = links._transport._expected
+            wait_until(lambda links=links: not links._receiving and not links._transport._flights, "nothing moves")
+            assert len(expected) == 0
+        send, receive = cluster.workers["prefill-0"].core.send, cluster.workers["decode-0"].core.receive
+        for port, tables in (
+            (send, ("_sessions", "_by_key", "_held", "_submits")),
+            (receive, ("_sessions", "_by_key", "_waiting")),
+        ):
+            for table in tables:
+                assert len(getattr(port, table)) == 0, table
+        front: Any = cluster.router._front
+        wait_until(lambda: not front._detokenizers and not front._waiting, "the router has told all")
 
 
 def test_a_configured_port_that_is_taken() -> None:

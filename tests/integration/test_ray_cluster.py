@@ -165,16 +165,24 @@ def test_up_submit_status_down_and_up_again_from_other_shells(shell: dict[str, A
             assert worker["cores"]
             assert {"pool", "node", "device", "incarnation"} <= set(worker)
         assert "is up already" in baton(shell, "up", fails=True)
-        assert "has ended" in baton(shell, "down")
-        end(process, children)
-        process = start_up(shell)
-        children = children_of(process)
-        assert "Paris" in baton(shell, "submit", "What is the capital of France?")
         os.killpg(process.pid, signal.SIGINT)  # Ctrl-C reaches everything in the terminal's foreground
         end(process, children)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
+    assert "is ready" in baton(shell, "up", "--detach")
+    (record,) = Path(shell["env"]["BATON_RUNTIME"]).glob("*.json")
+    owner = psutil.Process(json.loads(record.read_text())["pid"])
+    detached = [owner, *owner.children(recursive=True)]
+    try:
+        assert "Paris" in baton(shell, "submit", "What is the capital of France?")
+        assert "has ended" in baton(shell, "down")
+        _, alive = psutil.wait_procs(detached, timeout=10)
+        assert alive == [], "processes left running"
+    finally:
+        for process_left in detached:
+            if process_left.is_running():
+                process_left.kill()
     assert "baton up" in baton(shell, "down", fails=True)
     assert session.ray.is_initialized()
     assert session.ray.cluster_resources()["CPU"] >= 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from typer.testing import CliRunner
 
 from baton.engine.request import EngineRequest
 from baton.engine.sampler import sample
 from baton.errors import InvalidRequestError, OverloadedError
 from baton.protocol import RequestKey, SamplingParams
+from baton_cli.main import app
 from router.client import Completion, RouterClient
 from tests.fakes import VOCAB
 from tests.stub_cluster import LAYOUT, StubCluster, wait_until
@@ -341,6 +344,24 @@ def test_an_unknown_option_is_named() -> None:
     with pytest.raises(TypeError, match="'top_q'"):
         client.stream("x", top_q=1)  # type: ignore[call-arg]
     client.close()
+
+
+def test_the_command_line_passes_it_all_on() -> None:
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 3, "top_k": 30, "top_p": 0.95, "min_p": 0.01}
+    options |= {"min_tokens": 4, "max_tokens": 30, "stop": ["ab", "ba"], "n": 3}
+    flags = ["--temperature", "1", "--seed", "3", "--top-k", "30", "--top-p", "0.95", "--min-p", "0.01"]
+    flags += ["--min-tokens", "4", "--max-tokens", "30", "--stop", "ab", "--stop", "ba", "--n", "3", "--raw"]
+    wanted = [expected([ord(c) for c in "hello"], i, **options) for i in range(3)]
+    with start("split inproc") as cluster:
+        submit = ["submit", "hello", "--address", cluster.address, *flags]
+        answer = json.loads(CliRunner().invoke(app, [*submit, "--json"], catch_exceptions=False).stdout)
+        shown = CliRunner().invoke(app, submit, catch_exceptions=False).stdout
+    got = [(c["text"], c["token_ids"], c["finish_reason"]) for c in answer["choices"]]
+    assert got == wanted
+    assert answer["text"] == wanted[0][0]
+    for i, (text, _, reason) in enumerate(wanted):
+        assert f"[{i}] {reason}" in shown
+        assert text in shown
 
 
 def test_block_size_fits_the_table() -> None:

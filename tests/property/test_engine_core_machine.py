@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 
 import pytest
-from hypothesis import settings
+from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -264,7 +264,7 @@ class Engine(RuleBasedStateMachine):
         life = self.lives[self.pick(list(self.lives.values()), pick)]
         if not life.gone or life.transfer:
             with pytest.raises(InvalidRequestError, match="already"):
-                self.core.submit(EngineRequest(life.request.key, [1], SamplingParams()), self.now)
+                self.core.submit(EngineRequest(life.request.key, [1], SamplingParams(max_tokens=1)), self.now)
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -272,7 +272,10 @@ class Engine(RuleBasedStateMachine):
     @rule()
     def schedule(self) -> None:
         transfers = {life.request.key: list(life.request.blocks) for life in self.of(lambda life: life.transfer)}
+        holders = self.core.holders()
         self.plan = plan = self.core.schedule(self.now)
+        if any(not request.blocks for request in holders):
+            event("preempted")  # seen with --hypothesis-show-statistics
         for key, blocks in transfers.items():
             held = self.lives[key].request.blocks
             assert held[: len(blocks)] == blocks, "a step took blocks that a transfer holds (I4, I5)"
@@ -311,6 +314,25 @@ class Engine(RuleBasedStateMachine):
         effects = self.core.fail_step(plan, self.now)
         assert {effect.request.key for effect in effects} == lost
         self.hear(effects)
+
+    @rule(count=st.integers(1, 12))
+    def steps(self, count: int) -> None:
+        """Several steps in a row: requests grow, and where the pool is small they take each other's blocks."""
+        for i in range(count):
+            if self.plan is None:
+                self.schedule()
+            if self.plan is None:
+                return
+            self.check()
+            self.complete([1 + i % 7])
+            self.check()
+
+    @rule(count=st.integers(2, 4), prompt=st.integers(1, 8), max_tokens=st.integers(8, 14), granted=st.booleans())
+    def crowd(self, count: int, prompt: int, max_tokens: int, granted: bool) -> None:
+        """More than fits: prompts that do, answers that do not."""
+        for i in range(count):
+            kind = "handoff" if i and granted else "plain"
+            self.submit(prompt + i, max_tokens, 0, kind, None, granted)
 
     # --- what always holds ------------------------------------------------------------------------
 

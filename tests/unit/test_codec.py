@@ -69,6 +69,7 @@ KEY = RequestKey("ab" * 16, 1)
 TRANSFER = TransferId("ab" * 16, 1, 0, "source", "target")
 LAYOUT = KVLayout(2, 1, 16, 64, "float32")
 SAMPLING = SamplingParams(max_tokens=9, temperature=0.5, seed=3, ignore_eos=True, stop_token_ids=(1, 2))
+FULL = SamplingParams(max_tokens=1 << 20, top_k=(1 << 31) - 1, top_p=1e-9, min_p=0.999, min_tokens=1 << 20)
 WORKER = WorkerInfo(
     "w", "i", "p", "both", "f", LAYOUT, 10, 100, 8, "tcp://127.0.0.1:1", "zmq+tcp://127.0.0.1:2", device_ids=(0, 1)
 )
@@ -89,15 +90,19 @@ MESSAGES: dict[Any, list[Any]] = {
         Submit(KEY, (1, 2, 3), SAMPLING, (4,), "d", 2.5),
         Replace(KEY, None),
         Abort(KEY),
+        Abort(KEY._replace(sample=3)),
     ],
     ToRouterFromClient: [
         Generate("l", SAMPLING, messages=(ChatMessage("user", "héllo 🎉"),)),
         Generate("l", SAMPLING, token_ids=(1, 2)),
+        Generate("l", FULL, text="x", stop=("a", "é"), include_stop_str_in_output=True, n=64),
         Cancel("l"),
+        Cancel("l", 3),
         StatusRequest("l"),
     ],
     ToClient: [
         Delta("l", (1, 2), "ab"),
+        Delta("l", (1, 2), "ab", 3, "stop"),
         Done("l", "r", "length", Usage(1, 2), {0: 0.5}, "p", "d", 1, 10, "x"),
         Failed("l", "invalid_request", "empty", "prompt"),
         Status("l", "baton", "i", 1, (WorkerStatus(WORKER, LoadReport(), "ready", 0.1),), "demo", 100),
@@ -126,6 +131,31 @@ CASES = [(union, message) for union, messages in MESSAGES.items() for message in
 def test_every_message_survives_the_wire(union: Any, message: Any) -> None:
     codec = Codec(union)
     assert codec.decode(codec.encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"top_k": -1},
+        {"top_k": 1 << 31},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": 1.0},
+        {"min_p": -0.1},
+        {"min_tokens": -1},
+    ],
+)
+def test_sampling_out_of_range_does_not_get_in(wrong: dict[str, Any]) -> None:
+    codec: Codec[Any] = Codec(ToRouterFromClient)
+    with pytest.raises(CodecError):
+        codec.decode(codec.encode(Generate("l", SamplingParams(**wrong), text="x")))
+
+
+@pytest.mark.parametrize("wrong", [{"n": 0}, {"n": 65}, {"stop": ("",)}, {"stop": ("x" * 257,)}, {"stop": ("x",) * 65}])
+def test_requests_out_of_range_do_not_get_in(wrong: dict[str, Any]) -> None:
+    codec: Codec[Any] = Codec(ToRouterFromClient)
+    with pytest.raises(CodecError):
+        codec.decode(codec.encode(Generate("l", SAMPLING, text="x", **wrong)))
 
 
 def test_identities_come_back_as_named_tuples() -> None:

@@ -65,12 +65,31 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         load_config(tmp_path / "nowhere.yaml")
     broken = tmp_path / "broken.yaml"
-    broken.write_text("a: [1")
-    with pytest.raises(ConfigError, match="not valid YAML"):
+    broken.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="UTF-8"):
         load_config(broken)
     broken.write_text("- a list")
     with pytest.raises(ConfigError, match="mapping"):
         load_config(broken)
+
+
+@pytest.mark.parametrize(
+    "text", ["a: [1", "? [1,2]\n: 3\n", "!!python/object:os.system {}", "name: 2024-13-45", "a: \0", "[" * 3000]
+)
+def test_what_is_not_yaml_is_one_line_that_names_the_file(tmp_path: Path, text: str) -> None:
+    broken = tmp_path / "broken.yaml"
+    broken.write_text(text)
+    with pytest.raises(ConfigError, match=r"broken\.yaml: is not valid YAML") as caught:
+        load_config(broken)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["liveness.timeout_s", "transfer.lease_s", "start_timeout_s"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 0.0, -1.0, 1e9])
+def test_a_time_that_no_timer_can_wait(key: str, value: float) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, {key: value})
+    assert caught.value.path == key
 
 
 def test_overrides_reach_into_sections_that_are_absent() -> None:

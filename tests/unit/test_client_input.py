@@ -1,0 +1,81 @@
+"""What a client is asked for and cannot be sent: an InvalidRequestError at the call, before anything travels."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from baton.codec import Codec
+from baton.errors import InvalidRequestError
+from baton.protocol import MAX_TEXT, Generate
+from router.completion import build_generate
+
+HALF_A_PAIR = "a\ud800b"
+"""JSON can carry it, UTF-8 cannot."""
+
+
+def user(content: str, role: str = "user") -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [
+        (None, "prompt"),
+        (b"bytes", "prompt"),
+        ([1.0], "prompt"),
+        ([True], "prompt"),
+        ([-1], "prompt"),
+        ([1 << 31], "prompt"),
+        ([1 << 70], "prompt"),
+        ([0] * ((1 << 20) + 1), "prompt"),
+        ([1, user("x")], "prompt"),
+        ([user("x"), 1], "prompt"),
+        ([{"role": "user"}], "prompt"),
+        ([{"role": "user", "content": "x", "name": "y"}], "prompt"),
+        ([user("x", role="")], "prompt"),
+        ([user("x", role="r" * 201)], "prompt"),
+        ([user(HALF_A_PAIR)], "prompt"),
+        ([user("x", role=HALF_A_PAIR)], "prompt"),
+        ([user("x" * (MAX_TEXT // 2)), user("y" * (MAX_TEXT // 2))], "prompt"),
+        (HALF_A_PAIR, "prompt"),
+        ("x" * (MAX_TEXT + 1), "prompt"),
+    ],
+    ids=range(19),
+)
+def test_prompts(prompt: Any, field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        build_generate("1", prompt)
+    assert caught.value.field == field
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("max_tokens", value) for value in (0, -1, 1 << 21, 1 << 70, True, None, "5", 1.5)),
+        *(("temperature", value) for value in (math.nan, math.inf, -1, 101, 10**400, True, None, "1")),
+        *(("top_p", value) for value in (math.nan, 0, 2, 10**400)),
+        *(("seed", value) for value in (-1, 1 << 63, 1 << 64, 1.5, True)),
+        *(("stop_token_ids", value) for value in (None, 5, "ab", [-1], [1 << 31], range(2000))),
+        *(("stop", value) for value in (5, [1], HALF_A_PAIR, [HALF_A_PAIR])),
+        *(("n", value) for value in (0, -1, 1 << 40)),
+        ("ignore_eos", 1),
+    ],
+)
+def test_options(name: str, value: Any) -> None:
+    options: Any = {name: value}
+    with pytest.raises(InvalidRequestError) as caught:
+        build_generate("1", [1, 2], **options)
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize(
+    "prompt", ["é🙂\0\u202e", "x" * MAX_TEXT, [0], [(1 << 31) - 1], [user("🙂" * (MAX_TEXT // 2))]]
+)
+def test_what_can_be_sent_arrives_as_it_was(prompt: Any) -> None:
+    codec: Codec[Any] = Codec(Generate)
+    message = build_generate("1", prompt, temperature=1, seed=(1 << 63) - 1)
+    assert codec.decode(codec.encode(message)) == message

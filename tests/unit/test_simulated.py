@@ -1,0 +1,198 @@
+"""SimulatedCluster: times that can be computed by hand, faults, and that a run repeats exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton.config import parse_config
+from baton.engine.request import EngineRequest
+from baton.errors import ClusterError, ConfigError
+from baton.layout import KVLayout
+from baton.protocol import SamplingParams
+from baton.timeline import Mark
+from baton_cluster.latency import ConstantLatency, LatencyModel, LinearLatency, LinkModel
+from baton_cluster.simulated import SimulatedCluster
+from tests.fakes import made_up_token
+from tests.stub_cluster import expected_tokens
+
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, block_size=16, head_dim=4, dtype="float32")
+SPLIT = {"prefill": {"kv_blocks": 64}, "decode": {"kv_blocks": 64}}
+SPLIT_2_2 = {name: {"workers": 2, **pool} for name, pool in SPLIT.items()}
+COLOCATED = {"both": {"kv_blocks": 64}}
+STEP_S, LINK = 0.01, LinkModel(latency_s=0.001, bytes_per_s=LAYOUT.block_bytes / 0.002)
+"""A block takes 2 ms on the wire."""
+
+
+def cluster_of(
+    pools: dict[str, Any], latency: LatencyModel | None = None, *, history: bool = False, **sections: Any
+) -> SimulatedCluster:
+    return SimulatedCluster(
+        parse_config({"launcher": "local", "pools": pools, **sections}),
+        latency or ConstantLatency(STEP_S),
+        LINK,
+        layout=LAYOUT,
+        max_model_len=512,
+        next_token=made_up_token,
+        history=history,
+    )
+
+
+def sampling(max_tokens: int = 5) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, seed=0)
+
+
+def test_colocated_times_are_steps_and_trips() -> None:
+    cluster = cluster_of(COLOCATED)
+    request = cluster.submit(2.0, range(40), sampling(3))
+    assert cluster.run() == [request]
+    # To the router and on to the worker, a step, and back the same way.
+    assert request.token_times == pytest.approx([2.0 + 4e-3 + STEP_S * i for i in (1, 2, 3)])
+    assert request.ended_at == request.token_times[-1]
+    assert request.ttft_s == pytest.approx(4e-3 + STEP_S)
+    assert (request.tokens, request.finish_reason) == (expected_tokens(range(40), 3), "length")
+    cluster.check_ledger()
+
+
+def test_split_times_add_the_offer_and_the_wire() -> None:
+    cluster = cluster_of(SPLIT)
+    request = cluster.submit(0.0, range(40), sampling(3))
+    cluster.run()
+    marks = request.timeline.marks
+    prefill_start = 2e-3 + 2e-3  # client, router, prefill worker; Offer and Accept
+    committed = prefill_start + STEP_S
+    adopted = committed + 3 * 2e-3 + 1e-3  # three blocks one after the other, then the link's latency
+    assert marks[Mark.PREFILL_START] == pytest.approx(prefill_start)
+    assert marks[Mark.COMMITTED] == pytest.approx(committed)
+    assert marks[Mark.ADOPTED] == pytest.approx(adopted)
+    assert marks[Mark.FINISHED] == pytest.approx(adopted + 2 * STEP_S)
+    assert request.kv_bytes == 3 * LAYOUT.block_bytes
+    assert request.timeline.residual(request.latency_s or 0.0) == pytest.approx(3e-3)  # trips: one there, two back
+
+
+def test_a_linear_model_counts_tokens_and_context() -> None:
+    cluster = cluster_of(COLOCATED, LinearLatency(0.01, 0.001, 1e-5))
+    request = cluster.submit(0.0, range(40), sampling(2))
+    cluster.run()
+    first, second = request.token_times
+    assert first == pytest.approx(4e-3 + 0.01 + 40 * 0.001 + 40 * 1e-5)
+    assert second - first == pytest.approx(0.01 + 0.001 + 41 * 1e-5)
+
+
+@pytest.mark.parametrize("pools", [COLOCATED, SPLIT, SPLIT_2_2])
+def test_a_run_repeats_exactly_and_gives_the_undisturbed_tokens(pools: dict[str, Any]) -> None:
+    def run() -> list[Any]:
+        cluster = cluster_of(pools, history=True, transfer={"expected_growth": 8})
+        requests = [
+            cluster.submit(0.01 * (i // 3), range(1 + 7 * i % 90), sampling(1 + 5 * i % 40), leave_after=i % 7 or None)
+            for i in range(60)
+        ]
+        cluster.run()
+        cluster.check_ledger()
+        for request in requests:
+            undisturbed = expected_tokens(request.prompt, request.sampling.max_tokens)
+            assert request.tokens == undisturbed[: len(request.tokens)]
+            assert request.finish_reason == "abort" or request.tokens == undisturbed
+        assert {r.finish_reason for r in requests} == {"length", "abort"}
+        return [(r.tokens, r.token_times, r.decode_worker, cluster.life(r)) for r in requests]
+
+    assert run() == run()
+
+
+@pytest.mark.parametrize("silently", [False, True])
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+def test_a_killed_worker_costs_a_pause_and_no_token(victim: str, silently: bool) -> None:
+    cluster = cluster_of(SPLIT_2_2, transfer={"lease_s": 4.0})
+    requests = [cluster.submit(0.02 * i, range(1 + 9 * i), sampling(40)) for i in range(12)]
+    cluster.kill(victim, 0.15, silently=silently)
+    cluster.run()
+    cluster.check_ledger()
+    for request in requests:
+        assert (request.finish_reason, request.error) == ("length", None)
+        assert request.tokens == expected_tokens(request.prompt, 40)
+    moved = [r for r in requests if r.attempts == 2]
+    assert moved
+    pause = max(r.latency_s or 0.0 for r in moved) - max(r.latency_s or 0.0 for r in requests if r.attempts == 1)
+    noticed = 2.0 if silently else 0.0  # by its silence, or by its connection at the next heartbeat
+    assert noticed < pause < noticed + 1.0
+
+
+def test_a_restarted_worker_takes_over_what_waited_for_it() -> None:
+    cluster = cluster_of(SPLIT)
+    requests = [cluster.submit(0.02 * i, range(20), sampling(40)) for i in range(5)]
+    cluster.restart("decode-0", 0.2)
+    cluster.run()
+    cluster.check_ledger()
+    assert [r.tokens for r in requests] == [expected_tokens(range(20), 40)] * 5
+    assert cluster.workers["decode-0"].info.incarnation == "decode-0#2"
+    assert max(r.attempts for r in requests) == 2
+
+
+def test_without_any_worker_left_requests_fail_and_the_run_ends() -> None:
+    cluster = cluster_of(COLOCATED)
+    request = cluster.submit(0.0, range(20), sampling(40))
+    cluster.kill("both-0", 0.1)
+    cluster.run()
+    assert request.error is not None
+    assert request.error[0] == "request_failed"
+    assert 0 < len(request.tokens) < 40
+
+
+def test_a_transfer_whose_receiver_vanishes_frees_its_blocks_after_its_lease() -> None:
+    cluster = cluster_of(SPLIT, transfer={"lease_s": 1.0}, liveness={"heartbeat_s": 1, "timeout_s": 60})
+    request = cluster.submit(0.0, range(400), sampling(4))
+    cluster.kill("decode-0", 0.03, silently=True)  # 25 blocks are on the wire until 0.06
+    cluster.run(until=0.9)
+    assert cluster.num_held_blocks() == 25
+    cluster.run(until=1.5)
+    assert cluster.num_held_blocks() == 0
+    assert request.finish_reason is None
+
+
+def test_run_until_can_be_gone_on_with() -> None:
+    cluster = cluster_of(SPLIT)
+    request = cluster.submit(1.0, range(20), sampling(10))
+    assert cluster.run(until=1.05) == []
+    assert cluster.clock.now == 1.05
+    assert 0 < len(request.tokens) < 10
+    cluster.cancel(request, 1.06)
+    assert cluster.run() == [request]
+    assert request.finish_reason == "abort"
+
+
+def test_what_can_never_end_is_reported() -> None:
+    class Never:
+        def step_s(self, plan: object) -> float:
+            return 1e9
+
+    cluster = cluster_of(COLOCATED, Never())
+    cluster.submit(0.0, range(20), sampling(10))
+    with pytest.raises(ClusterError, match="have not heard anything"):
+        cluster.run()
+
+
+def test_a_layout_of_another_block_size_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.block_size"):
+        cluster_of(COLOCATED, engine={"block_size": 32})
+
+
+def test_stop_tokens_and_the_models_end_are_told_apart() -> None:
+    def next_token(request: EngineRequest) -> int:
+        return 9 if request.num_outputs == 2 else 1
+
+    config = parse_config({"launcher": "local", "pools": COLOCATED})
+    cluster = SimulatedCluster(
+        config,
+        ConstantLatency(STEP_S),
+        LINK,
+        layout=LAYOUT,
+        max_model_len=512,
+        next_token=next_token,
+        eos_token_ids=[9],
+    )
+    ends = cluster.submit(0.0, [1], SamplingParams(max_tokens=5))
+    goes_on = cluster.submit(0.0, [1], SamplingParams(max_tokens=5, ignore_eos=True))
+    cluster.run()
+    assert (ends.tokens, ends.finish_reason) == ([1, 1, 9], "stop")
+    assert (goes_on.tokens, goes_on.finish_reason) == ([1, 1, 9, 1, 1], "length")
