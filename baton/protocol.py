@@ -344,11 +344,21 @@ class StatusRequest(_Message, frozen=True, tag=37):
     label: Name
 
 
+class Drain(_Message, frozen=True, tag=41):
+    """Client to router: place nothing more on this worker (or again, with `undo`). Answered by Status or Failed."""
+
+    label: Name
+    worker_id: Name
+    undo: bool = False
+
+
 class WorkerStatus(_Message, frozen=True, tag=38):
     info: WorkerInfo
     load: LoadReport
-    state: Literal["ready", "lost"]
+    state: Literal["ready", "draining", "lost"]
     seen_s_ago: float
+    num_outstanding: Count = 0
+    """Parts of requests (prefills and decodes) placed there that have not ended."""
 
 
 class Status(_Message, frozen=True, tag=39):
@@ -370,5 +380,5 @@ class Alive(_Message, frozen=True, tag=40):
 
 ToRouterFromWorker = Join | Heartbeat | Tokens | AttemptFailed | HandoffRefused | HandoffDone
 ToWorker = Joined | JoinRefused | Peers | Heartbeat | Submit | Replace | Abort
-ToRouterFromClient = Generate | Cancel | StatusRequest
+ToRouterFromClient = Generate | Cancel | StatusRequest | Drain
 ToClient = Delta | Done | Failed | Status | Alive

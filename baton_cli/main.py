@@ -106,6 +106,20 @@ def status(cluster: ClusterName = None, address: Address = None, as_json: AsJson
         out.print(status_table(answer))
 
 
+@app.command(epilog="Example: baton drain prefill-0")
+def drain(
+    worker: Annotated[str, typer.Argument(help="Worker id, as `baton status` shows it.")],
+    undo: Annotated[bool, typer.Option("--undo", help="Let it get new requests again.")] = False,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for its requests to end.")] = 300.0,
+    cluster: ClusterName = None,
+    address: Address = None,
+) -> None:
+    """Take a worker out: it gets nothing new, finishes what it has, hands over what it owes."""
+    from baton_cli.drain import run_drain
+
+    run_drain(_address(cluster, address), worker, undo=undo, timeout_s=timeout_s)
+
+
 @app.command(epilog='Example: baton submit "What is the capital of France?" --temperature 0 --json')
 def submit(
     text: Annotated[str, typer.Argument(help="The question; - reads it from standard input.")],

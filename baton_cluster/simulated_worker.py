@@ -152,7 +152,7 @@ class SimulatedWorker:
     def kill(self) -> None:
         """Its life is over at once: nothing is done, said or heard any more."""
         self.alive = False
-        self._outbox.clear()
+        self._alarm.stop()
 
     def num_held_blocks(self) -> int:
         return self.core.num_held_blocks() if self.alive else 0
@@ -170,8 +170,7 @@ class SimulatedWorker:
             self._start_step()
 
     def _on_alarm(self) -> None:
-        if self.alive:
-            self._take(self.core.on_deadline(self._clock.now))
+        self._take(self.core.on_deadline(self._clock.now))
 
     def _execute(self, action: Action) -> None:
         match action:

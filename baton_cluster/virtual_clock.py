@@ -44,6 +44,11 @@ class Alarm:
         self._next_deadline = next_deadline
         self._ring = ring
         self._set_for = float("inf")
+        self._stopped = False
+
+    def stop(self) -> None:
+        """The core's life is over: nothing wakes it any more."""
+        self._stopped = True
 
     def update(self) -> None:
         """To be called after whatever may have brought a deadline forward."""
@@ -53,8 +58,8 @@ class Alarm:
             self._clock.at(deadline, self._wake, deadline)
 
     def _wake(self, planned: float) -> None:
-        if planned != self._set_for:
-            return  # an earlier one was set since
+        if self._stopped or planned != self._set_for:
+            return  # or an earlier one was set since
         self._set_for = float("inf")
         deadline = self._next_deadline()
         if deadline is not None and deadline <= self._clock.now:

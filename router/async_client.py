@@ -27,6 +27,7 @@ from baton.protocol import (
     Cancel,
     Delta,
     Done,
+    Drain,
     Failed,
     Generate,
     Status,
@@ -195,7 +196,15 @@ class AsyncRouterClient:
     async def status(self) -> Status:
         """The cluster as the router sees it; ClusterError if the router does not answer."""
         await self.connect()
-        return await self._ask_status()
+        return await self._ask(StatusRequest)
+
+    async def drain(self, worker_id: str, *, undo: bool = False) -> Status:
+        """Let a worker finish what it has and get nothing new (`undo`: again); the cluster as of then.
+
+        It is drained when its `num_outstanding` in the status is 0. InvalidRequestError for an unknown worker.
+        """
+        await self.connect()
+        return await self._ask(lambda label: Drain(label, worker_id, undo))
 
     async def close(self) -> None:
         """End all open requests and the connection."""
@@ -243,17 +252,17 @@ class AsyncRouterClient:
                 ) from e
             for loop in (self._read(), self._watch_connection(monitor), self._watch_silence()):
                 self._spawn(loop)
-        await self._ask_status()
+        await self._ask(StatusRequest)
 
     def _failed_to_connect(self) -> bool:
         task = self._connecting
         return task is not None and (task.cancelled() or task.exception() is not None)
 
-    async def _ask_status(self) -> Status:
+    async def _ask(self, question: Callable[[str], StatusRequest | Drain]) -> Status:
         label = f"status-{next(self._labels)}"
         answer: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
         self._asked[label] = answer
-        self._send(StatusRequest(label))
+        self._send(question(label))
         try:
             async with asyncio.timeout(self._connect_timeout):
                 return await answer
@@ -295,8 +304,12 @@ class AsyncRouterClient:
     def _on_failed(self, message: Failed) -> None:
         error = error_from_code(message.code, message.message, field=message.field)
         call = self._calls.pop(message.label, None)
+        answer = self._asked.get(message.label)
         if call is not None:
             call.sink(error)
+        elif answer is not None:
+            if not answer.done():
+                answer.set_exception(error)
         elif not message.label:  # about bytes in which the router found no label: it understands nothing of ours
             self._fail_all(error)
 

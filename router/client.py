@@ -169,6 +169,10 @@ class RouterClient:
         """The cluster as the router sees it; ClusterError if the router does not answer."""
         return self._run(self._async.status())
 
+    def drain(self, worker_id: str, *, undo: bool = False) -> Status:
+        """Let a worker finish what it has and get nothing new; see `AsyncRouterClient.drain`."""
+        return self._run(self._async.drain(worker_id, undo=undo))
+
     def close(self) -> None:
         """End all open requests and the connection. Idempotent."""
         with self._lock:

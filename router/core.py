@@ -81,6 +81,16 @@ class RouterCore:
         """Where a request that ended went, and why; by id or the start of one. None: unknown or long ago."""
         return self._life.records.find(request_id)
 
+    def on_drain(self, worker_id: str, undo: bool) -> None:
+        """Place nothing more on this worker, or again. Raises InvalidRequestError if there is none of this id."""
+        if worker_id not in self.view.workers:
+            known = ", ".join(sorted(self.view.workers)) or "none"
+            raise InvalidRequestError(f"there is no worker {worker_id}; known: {known}", field="worker_id")
+        if undo:
+            self.view.draining.discard(worker_id)
+        else:
+            self.view.draining.add(worker_id)
+
     def status(self, label: str, now: float) -> Status:
         """The cluster as of now. `max_model_len`: prompt plus output that the known workers can hold; 0: none known."""
         capacity = self._policy.capacity(self.view)

@@ -88,7 +88,7 @@ class PlacementPolicy:
 
         Raises OverloadedError if there is none, saying what is missing.
         """
-        usable = [w for w in view.ready() if w.worker_id not in avoid]
+        usable = [w for w in view.placeable() if w.worker_id not in avoid]
         prefill, decode, both = _sides(usable)
         pre = self._rank((w for w in prefill if self._fits(w.info, demand.context, demand.total)), "prefill", view, now)
         dec = self._rank((w for w in decode if self._fits(w.info, demand.total, demand.total)), "decode", view, now)
@@ -109,7 +109,7 @@ class PlacementPolicy:
         """
         others = (
             w
-            for w in view.ready()
+            for w in view.placeable()
             if w.can_decode
             and w is not prefill
             and w.worker_id not in refused
@@ -209,6 +209,8 @@ def _nobody(demand: Demand, view: ClusterView, usable: list[WorkerView]) -> str:
     missing = [name for name, side in (("prefill", prefill), ("decode", decode)) if not side]
     if missing and not both:
         lost = sorted(w.worker_id for w in view.workers.values() if not w.ready)
-        gone = f" (lost: {', '.join(lost)})" if lost else ""
+        away = [f"lost: {', '.join(lost)}"] if lost else []
+        away += [f"draining: {', '.join(sorted(view.draining))}"] if view.draining else []
+        gone = f" ({'; '.join(away)})" if away else ""
         return f"no live {' and no live '.join(missing)} worker{gone}; retry when one has rejoined"
     return f"no live worker can hold the {demand.total} tokens of this request; retry when a larger one has rejoined"

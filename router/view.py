@@ -85,6 +85,8 @@ class ClusterView:
         self.workers: dict[str, WorkerView] = {}
         self.num_placed = 0
         """Placements so far; orders workers by how recently they got work."""
+        self.draining: set[str] = set()
+        """Ids of workers that get nothing new; a restarted one too. What they have they finish."""
         self._by_incarnation: dict[str, WorkerView] = {}
 
     def join(self, info: WorkerInfo, now: float) -> WorkerView:
@@ -107,6 +109,10 @@ class ClusterView:
 
     def ready(self) -> Iterator[WorkerView]:
         return (w for w in self.workers.values() if w.state == "ready")
+
+    def placeable(self) -> Iterator[WorkerView]:
+        """Where new work may go."""
+        return (w for w in self.ready() if w.worker_id not in self.draining)
 
     def peers(self) -> tuple[WorkerInfo, ...]:
         """The decode-capable workers that live: what prefill workers may hand over to."""
@@ -138,6 +144,12 @@ class ClusterView:
     def statuses(self, now: float) -> tuple[WorkerStatus, ...]:
         """All workers for `baton status`, in the order in which their ids first joined."""
         return tuple(
-            WorkerStatus(info=w.info, load=w.load, state=w.state, seen_s_ago=max(0.0, now - w.seen))
+            WorkerStatus(
+                info=w.info,
+                load=w.load,
+                state="draining" if w.ready and w.worker_id in self.draining else w.state,
+                seen_s_ago=max(0.0, now - w.seen),
+                num_outstanding=w.num_outstanding,
+            )
             for w in self.workers.values()
         )

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from baton.errors import RequestFailedError, RequestTooLargeError
+from baton.errors import InvalidRequestError, OverloadedError, RequestFailedError, RequestTooLargeError
 from baton.protocol import TransferId
+from baton_cli.drain import run_drain
 from kv_transfer.base import Completion as TransportEvent
 from kv_transfer.base import KVTransport, Received
 from router.client import RouterClient
@@ -264,3 +265,27 @@ def test_a_request_that_takes_too_long_fails_and_frees_everything(pools: dict[st
             client.generate(prompt_of(20), max_tokens=300, seed=0)
         assert client.generate(prompt_of(20), max_tokens=2, seed=0).finish_reason == "length"
         cluster.wait_ledger_zero()
+
+
+def test_a_draining_worker_finishes_what_it_has_and_gets_nothing_new() -> None:
+    """Row 13: a prompt that prefill has finished is still handed over; new requests go elsewhere."""
+    pools = {"prefill": {"workers": 2}, "decode": {"workers": 1}}
+    with StubCluster(pools, engine=ENGINE, step_s=lambda name, plan: 0.01) as cluster, cluster.client() as client:
+        with pytest.raises(InvalidRequestError, match="known: decode-0, prefill-0, prefill-1"):
+            client.drain("prefill-9")
+        streams = [client.stream(prompt_of(60, i), max_tokens=40, seed=0) for i in range(6)]
+        status = client.drain("prefill-0")
+        states = {w.info.worker_id: w.state for w in status.workers}
+        assert states == {"prefill-0": "draining", "prefill-1": "ready", "decode-0": "ready"}
+        late = [client.generate(prompt_of(30, i), max_tokens=3, seed=0) for i in range(4)]
+        assert {done.prefill_worker for done in late} == {"prefill-1"}
+        for i, stream in enumerate(streams):
+            done = stream.result()
+            assert list(done.token_ids) == expected_tokens(prompt_of(60, i), 40)
+            assert done.attempts == 1
+        run_drain(cluster.address, "prefill-0", undo=False, timeout_s=10)
+        client.drain("prefill-1")
+        with pytest.raises(OverloadedError, match="draining: prefill-0, prefill-1"):
+            client.generate(prompt_of(5), max_tokens=3)
+        run_drain(cluster.address, "prefill-0", undo=True, timeout_s=10)
+        assert client.generate(prompt_of(5), max_tokens=3).prefill_worker == "prefill-0"

@@ -73,6 +73,8 @@ class Engine(RuleBasedStateMachine):
         self.plan: StepPlan | None = None
         self.in_step: dict[RequestKey, list[int]] = {}
         """Blocks of the requests in the step under way."""
+        self.memory: dict[tuple[int, int], tuple[RequestKey, int]] = {}
+        """What the KV cache holds at (block, offset): whose, and of which position."""
 
     # --- what the machine knows -------------------------------------------------------------------
 
@@ -103,6 +105,25 @@ class Engine(RuleBasedStateMachine):
 
     def is_reserved(self, life: Life) -> bool:
         return life.request.state is RequestState.RESERVED and life.transfer
+
+    def write(self, life: Life, start: int, end: int) -> None:
+        """The KV of these positions is written into the request's blocks."""
+        for position in range(start, end):
+            at = life.request.blocks[position // B], position % B
+            self.memory[at] = life.request.key, position
+
+    def read(self, life: Life, end: int) -> None:
+        """All KV before position `end` is where it should be."""
+        for position in range(end):
+            found = self.memory.get((life.request.blocks[position // B], position % B))
+            assert found == (life.request.key, position), f"{life.request!r}: at {position} is the KV of {found}"
+
+    def compute(self, plan: StepPlan) -> None:
+        """What the runner does, also for requests that have ended meanwhile."""
+        for item in plan.items:
+            self.write(self.lives[item.request.key], item.start, item.start + item.num_tokens)
+        for item in plan.items:
+            self.read(self.lives[item.request.key], item.start + item.num_tokens)
 
     def hear(self, effects: list[Effect]) -> None:
         """What the ports and the router would do with effects."""
@@ -207,8 +228,12 @@ class Engine(RuleBasedStateMachine):
     @precondition(lambda self: self.of(lambda life: self.is_reserved(life) and not life.gone))
     @rule(pick=PICK, token=st.integers(0, 9), trusted=st.booleans())
     def adopt_or_recompute(self, pick: int, token: int, trusted: bool) -> None:
-        key = self.pick(self.of(lambda life: self.is_reserved(life) and not life.gone), pick)
+        self.take_over(self.pick(self.of(lambda life: self.is_reserved(life) and not life.gone), pick), token, trusted)
+
+    def take_over(self, key: RequestKey, token: int, trusted: bool) -> None:
         life = self.lives[key]
+        if trusted:  # all of it has come
+            self.write(life, 0, life.request.num_context)
         (self.core.adopt if trusted else self.core.recompute)(key, token, self.now)
         life.transfer = False
         life.known.append(token)
@@ -300,6 +325,7 @@ class Engine(RuleBasedStateMachine):
         assert plan is not None
         self.plan = None
         self.in_step.clear()
+        self.compute(plan)
         sampled = [tokens[i % len(tokens)] if item.samples else None for i, item in enumerate(plan.items)]
         self.hear(self.core.complete(plan, sampled, self.now))
 
@@ -310,6 +336,7 @@ class Engine(RuleBasedStateMachine):
         assert plan is not None
         self.plan = None
         self.in_step.clear()
+        self.compute(plan)
         lost = {item.request.key for item in plan.items if not self.lives[item.request.key].gone}
         effects = self.core.fail_step(plan, self.now)
         assert {effect.request.key for effect in effects} == lost
@@ -327,12 +354,21 @@ class Engine(RuleBasedStateMachine):
             self.complete([1 + i % 7])
             self.check()
 
-    @rule(count=st.integers(2, 4), prompt=st.integers(1, 8), max_tokens=st.integers(8, 14), granted=st.booleans())
-    def crowd(self, count: int, prompt: int, max_tokens: int, granted: bool) -> None:
+    @rule(
+        kinds=st.lists(st.sampled_from(["plain", "plain", "handoff", "adopted"]), min_size=2, max_size=5),
+        prompt=st.integers(1, 8),
+        growth=st.integers(0, 4),
+        max_tokens=st.integers(8, 14),
+    )
+    def crowd(self, kinds: list[str], prompt: int, growth: int, max_tokens: int) -> None:
         """More than fits: prompts that do, answers that do not."""
-        for i in range(count):
-            kind = "handoff" if i and granted else "plain"
-            self.submit(prompt + i, max_tokens, 0, kind, None, granted)
+        for i, kind in enumerate(kinds):
+            if kind != "adopted":
+                self.submit(prompt + i * growth, max_tokens, 0, kind, None, True)
+                continue
+            self.reserve(prompt, max_tokens, 0, growth, None)
+            if lives := self.of(lambda life: self.is_reserved(life) and not life.gone):
+                self.take_over(lives[-1].request.key, 1, trusted=True)
 
     # --- what always holds ------------------------------------------------------------------------
 
@@ -357,6 +393,8 @@ class Engine(RuleBasedStateMachine):
             if life.transfer:
                 assert blocks[: len(life.held_for_transfer)] == life.held_for_transfer, f"{life.request!r} lost blocks"
                 life.held_for_transfer = list(blocks)
+                if life.kind == "handoff":
+                    self.read(life, min(len(life.shipped) * B, life.request.num_context))
             else:
                 life.held_for_transfer = []
 
@@ -388,10 +426,7 @@ class Engine(RuleBasedStateMachine):
         bound = 10 + 4 * tokens  # one step may compute one token, and preemption computes some of them again
         for _ in range(bound):
             for life in self.of(lambda life: self.is_reserved(life) and not life.gone):
-                self.core.adopt(life.request.key, 1, self.now)
-                life.transfer = False
-                life.known.append(1)
-                life.emitted += 1
+                self.take_over(life.request.key, 1, trusted=True)
             while lives := self.of(self.may_release):
                 self.release(self.lives_index(lives[0]))
             if self.plan is None:

@@ -21,6 +21,7 @@ from baton.protocol import (
     ChatMessage,
     Delta,
     Done,
+    Drain,
     Failed,
     Generate,
     HandoffDone,
@@ -99,6 +100,7 @@ MESSAGES: dict[Any, list[Any]] = {
         Cancel("l"),
         Cancel("l", 3),
         StatusRequest("l"),
+        Drain("l", "w", True),
     ],
     ToClient: [
         Delta("l", (1, 2), "ab"),
