@@ -113,8 +113,10 @@ class WorkerInfo(_Message, frozen=True, tag=10):
     """Transport URL for KV blocks (`zmq+tcp://10.0.0.2:40123`)."""
     node: str = ""
     device: str = "cpu"
-    device_ids: tuple[int, ...] = ()
-    """CPU cores or GPU ids that the worker is pinned to."""
+    cores: tuple[int, ...] = ()
+    """CPU cores that the worker is pinned to; empty: not pinned."""
+    gpu_ids: tuple[int, ...] = ()
+    """GPUs that Ray reserved for it on its node."""
     pid: int = 0
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from rich.rule import Rule
 from baton.config import parse_config
 from baton.engine.weights import resolve_model
 from baton_cli.experiment import run_experiment
-from baton_cli.output import completion_data, ms, out, status_data, status_table, timeline_table
+from baton_cli.output import completion_data, ms, out, spinner, status_data, status_table, timeline_table
 from baton_cluster.ray_cluster import RayCluster
 from baton_cluster.ray_session import RaySession
 from baton_experiments.placement import with_placement
@@ -29,7 +30,7 @@ from router.client import Completion
 QUESTIONS = (
     "What is the capital of France?",
     "Which planet is known as the Red Planet?",
-    "Translate to French: good morning.",
+    "What is the largest ocean on Earth?",
 )
 MAX_TOKENS = 24
 
@@ -51,37 +52,36 @@ def run_demo(json_path: Path | None, *, compare: bool) -> int:
     colocated = with_placement(config, "colocated:2")
     problems: list[str] = []
     result: dict[str, Any] = {}
-    with out.status("preparing the demo model") as line:
-
-        def progress(text: str) -> None:
-            line.update(text)
-
+    with ExitStack() as stack:
+        progress = Progress(stack)
+        progress("preparing the demo model")
         model_path = resolve_model("demo", progress=progress)
         progress("starting Ray")
         with RaySession(config.ray, num_cpus=4, namespace="baton-demo") as session:
             with RayCluster(config, session=session, progress=progress) as split:
-                line.stop()
+                progress.pause()
+                out.print("The model is SmolLM2-135M-Instruct, from a 4-bit GGUF file, computed in float32.")
                 _heading("1", "One prefill worker and one decode worker, each in its own process")
                 status = split.status()
-                out.print(status_table(status))
-                result["status"] = status_data(status)
+                out.print(status_table(status, split.address))
+                result["status"] = status_data(status, split.address)
                 for warning in split.warnings:
                     out.print(f"note: {warning}", style="yellow")
 
                 _heading("2", "Questions; each answer's KV cache is handed over after the first token")
                 answers = [_ask_aloud(split, question) for question in QUESTIONS]
                 result["answers"] = [completion_data(done) for done in answers]
+                out.print("Where the time of the first one went:")
                 out.print(timeline_table(answers[0]))
 
-                line.update("starting two colocated workers")
-                line.start()
+                progress("starting two colocated workers")
                 with RayCluster(colocated, session=session, progress=progress) as both:
-                    line.update("asking the colocated workers")
+                    progress("asking the colocated workers")
                     with both.client() as client:
                         same = [client.generate(_chat(q), max_tokens=MAX_TOKENS).token_ids for q in QUESTIONS]
-                    line.update("asking Hugging Face")
+                    progress("asking Hugging Face")
                     reference = hugging_face_greedy(model_path, [_chat(q) for q in QUESTIONS], MAX_TOKENS)
-                    line.stop()
+                    progress.pause()
                     _heading("3", "The same tokens from split, colocated and Hugging Face")
                     for question, done, other, expected in zip(QUESTIONS, answers, same, reference, strict=True):
                         equal = list(done.token_ids) == list(other) == expected
@@ -118,6 +118,26 @@ def run_demo(json_path: Path | None, *, compare: bool) -> int:
     return 1 if problems else 0
 
 
+class Progress:
+    """A spinner that comes and goes, between what is printed for good."""
+
+    def __init__(self, stack: ExitStack):
+        self._outer = stack
+        self._shown: ExitStack | None = None
+
+    def __call__(self, text: str) -> None:
+        if self._shown is None:
+            self._shown = self._outer.enter_context(ExitStack())
+            self._show = self._shown.enter_context(spinner(text))
+        else:
+            self._show(text)
+
+    def pause(self) -> None:
+        if self._shown is not None:
+            self._shown.close()
+            self._shown = None
+
+
 def _heading(number: str, text: str) -> None:
     out.print(Rule(f"{number}  {text}", align="left"))
 
@@ -133,11 +153,11 @@ def _ask_aloud(cluster: RayCluster, question: str) -> Completion:
         for delta in stream:
             out.out(delta.text, end="")
         done = stream.result()
-    out.out("")
+    out.out(" [...]" if done.finish_reason == "length" else "")
     out.print(
-        f"[dim]{done.usage.prompt_tokens} tokens in, {done.usage.completion_tokens} out; "
-        f"{done.kv_bytes / 1e6:.1f} MB handed over from {done.prefill_worker} to {done.decode_worker}; "
-        f"first token after {ms(done.ttft_s)} ms[/dim]"
+        f"[dim]{done.usage.prompt_tokens} tokens in with the chat template, {done.usage.completion_tokens} out; "
+        f"first token after {ms(done.ttft_s)} ms;\n"
+        f"{done.kv_bytes:,} bytes of KV cache handed from {done.prefill_worker} to {done.decode_worker}[/dim]"
     )
     return done
 

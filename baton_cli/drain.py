@@ -6,7 +6,7 @@ import time
 
 from baton.errors import ClusterError
 from baton.protocol import Status, WorkerStatus
-from baton_cli.output import out
+from baton_cli.output import out, spinner
 from router.client import RouterClient
 
 LOOK_EVERY_S = 0.2
@@ -20,14 +20,14 @@ def run_drain(address: str, worker_id: str, *, undo: bool, timeout_s: float) -> 
             out.print(f"{worker_id} gets new requests again")
             return
         deadline = time.monotonic() + timeout_s
-        with out.status(f"{worker_id} finishes what it has") as line:
+        with spinner(f"{worker_id} finishes what it has") as show:
             while not _drained(worker):
                 if time.monotonic() > deadline:
                     raise ClusterError(
                         f"{worker_id} still has {worker.num_outstanding} parts of requests after {timeout_s:g} s; "
                         f"it stays out until `baton drain {worker_id} --undo`"
                     )
-                line.update(f"{worker_id} finishes what it has: {worker.num_outstanding} left")
+                show(f"{worker_id} finishes what it has: {worker.num_outstanding} left")
                 time.sleep(LOOK_EVERY_S)
                 worker = _find(client.status(), worker_id)
     out.print(f"{worker_id} is drained; `baton drain {worker_id} --undo` lets it get new requests again")

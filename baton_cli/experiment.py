@@ -7,13 +7,23 @@ from pathlib import Path
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from baton.config import ClusterConfig
-from baton.engine.model_spec import load_model_config
+from baton.engine.model_spec import ModelSpec, load_model_config
 from baton.engine.weights import resolve_model
+from baton.errors import ConfigError
 from baton_cli.output import err, out, print_json
 from baton_cluster.ray_session import RaySession
 from baton_experiments.experiment import HasAddress, Plan, RequestRecord, require_equal_resources, resolved, run
-from baton_experiments.report import summarize, table, write_results
+from baton_experiments.report import comparisons, summarize, table, write_results
 from baton_experiments.workload import Lengths
+
+
+def _require_fitting(plan: Plan, config: ClusterConfig, model: ModelSpec) -> None:
+    """Before anything starts: the longest request must fit into the model."""
+    longest = plan.lengths.prompt[1] + plan.lengths.output[1]
+    limit = min(config.model.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
+    if longest > limit:
+        options = "--prompt-tokens, --output-tokens"
+        raise ConfigError(options, "are too long for the model together", value=longest, allowed=f"<= {limit}")
 
 
 def run_experiment(
@@ -33,6 +43,8 @@ def run_experiment(
     """Run, show and write an experiment. Ctrl-C ends it early and keeps the records that are done."""
     plan = Plan(placements, rates, seeds, num_requests, Lengths(prompt_tokens, output_tokens))
     require_equal_resources(placements)
+    if not all(rate > 0 for rate in rates):
+        raise ConfigError("--rate", "must be positive", value=list(rates), allowed="> 0")
     records: list[RequestRecord] = []
     with Progress(
         TextColumn("{task.description}"),
@@ -51,9 +63,12 @@ def run_experiment(
 
         def show(text: str) -> None:
             bar.update(task, description=text)
+            if not err.is_terminal:
+                err.print(text, markup=False)
 
         try:
             model = resolve_model(config.model.source, progress=show)
+            _require_fitting(plan, config, load_model_config(model))
             run(
                 config,
                 plan,
@@ -73,6 +88,8 @@ def run_experiment(
         print_json({"points": points, "summary": str(summary)})
     else:
         out.print(table(points))
+        for line in comparisons(points):
+            out.print(line)
         out.print(f"records, summary and plot: {folder}/")
     failed = [r for r in records if r.error is not None]
     if failed:

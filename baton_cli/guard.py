@@ -21,4 +21,5 @@ def guarded(run: Callable[[], object]) -> None:
         err.print(f"error: {e}", style="red", markup=False)
         raise SystemExit(2 if isinstance(e, ConfigError) else 1) from None
     except KeyboardInterrupt:
+        err.print()  # what comes next shall not stick to what was interrupted
         raise SystemExit(130) from None

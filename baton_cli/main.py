@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -98,12 +99,13 @@ def status(cluster: ClusterName = None, address: Address = None, as_json: AsJson
     """Show a cluster's workers, where they are pinned, and how full they are."""
     from router.client import RouterClient
 
-    with RouterClient(_address(cluster, address)) as client:
+    where = _address(cluster, address)
+    with RouterClient(where) as client:
         answer = client.status()
     if as_json:
-        print_json(status_data(answer))
+        print_json(status_data(answer, where))
     else:
-        out.print(status_table(answer))
+        out.print(status_table(answer, where))
 
 
 @app.command(epilog="Example: baton drain prefill-0")
@@ -123,17 +125,17 @@ def drain(
 @app.command(epilog='Example: baton submit "What is the capital of France?" --temperature 0 --json')
 def submit(
     text: Annotated[str, typer.Argument(help="The question; - reads it from standard input.")],
-    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 takes the most probable token.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens; default: a new one each time.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens, where temperature is above 0.")] = None,
     top_k: Annotated[int, typer.Option(help="Draw only from the k most probable tokens; 0: from all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Draw from the fewest tokens with this probability together.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="Draw from tokens at least this share as probable as the best.")] = 0.0,
     min_tokens: Annotated[int, typer.Option(help="Shortest answer, in tokens.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text. Repeatable.")] = None,
     n: Annotated[int, typer.Option("--n", "-n", help="So many answers; more than one are shown when all ended.")] = 1,
-    raw: Annotated[bool, typer.Option(help="Continue the text itself; without it the chat template asks it.")] = False,
-    timeline: Annotated[bool, typer.Option(help="Also show where the time went.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without the chat template.")] = False,
+    timeline: Annotated[bool, typer.Option("--timeline", help="Also show where the time went.")] = False,
     cluster: ClusterName = None,
     address: Address = None,
     as_json: AsJson = False,
@@ -178,7 +180,7 @@ def submit(
 @app.command(epilog="Example: baton demo --json results/demo.json")
 def demo(
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write what was measured to this file.")] = None,
-    quick: Annotated[bool, typer.Option(help="Leave the comparison of placements out.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Leave the comparison of placements out.")] = False,
 ) -> None:
     """One prefill and one decode worker on Ray answer real questions, checked against Hugging Face and timed."""
     from baton_cli.demo import run_demo
@@ -196,11 +198,11 @@ def experiment(
     rate: Annotated[list[float] | None, typer.Option(help="Requests per second. Default: 0.5, 1, 2.")] = None,
     requests: Annotated[int, typer.Option(min=1, help="Requests per placement, rate and seed.")] = 20,
     seed: Annotated[list[int] | None, typer.Option(help="Seeds of the workload. Default: 0.")] = None,
-    prompt_tokens: Annotated[str, typer.Option(metavar="LOW-HIGH", help="Prompt lengths, uniform.")] = "32-96",
-    output_tokens: Annotated[str, typer.Option(metavar="LOW-HIGH", help="Output lengths, uniform.")] = "8-24",
-    folder: Annotated[Path, typer.Option("--out", help="Folder for records, summary and plot.")] = Path(
-        "results/experiment"
-    ),
+    prompt_tokens: Annotated[str, typer.Option(metavar="LOW-HIGH", help="Prompt lengths.")] = "32-96",
+    output_tokens: Annotated[str, typer.Option(metavar="LOW-HIGH", help="Output lengths.")] = "8-24",
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="Folder for records, summary and plot. Default: a new one in results/.")
+    ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
@@ -208,7 +210,7 @@ def experiment(
     from baton_cli.experiment import run_experiment
 
     signal.signal(signal.SIGTERM, interrupt)
-    run_experiment(
+    records = run_experiment(
         read_config(config_path, overrides),
         placements=tuple(placement or ("colocated:2", "split:1+1")),
         rates=tuple(rate or (0.5, 1.0, 2.0)),
@@ -216,9 +218,11 @@ def experiment(
         num_requests=requests,
         prompt_tokens=_span(prompt_tokens, "--prompt-tokens"),
         output_tokens=_span(output_tokens, "--output-tokens"),
-        folder=folder,
+        folder=folder or Path(f"results/experiment-{datetime.now():%Y%m%d-%H%M%S}"),
         as_json=as_json,
     )
+    if any(record.error is not None for record in records):
+        raise typer.Exit(1)
 
 
 def _span(text: str, option: str) -> tuple[int, int]:

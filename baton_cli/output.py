@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from baton.protocol import Status
+from baton.protocol import Status, WorkerStatus
 from baton.timeline import Stage
 from router.client import Completion
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
+
+ROLES = ("prefill", "decode", "both")
 
 
 def ms(seconds: float | None) -> str:
@@ -27,10 +31,11 @@ def print_json(data: Any) -> None:
     print(json.dumps(data, ensure_ascii=False, indent=1))
 
 
-def status_data(status: Status) -> dict[str, Any]:
+def status_data(status: Status, address: str) -> dict[str, Any]:
     """A router's status as `baton status --json` prints it."""
     return {
         "name": status.name,
+        "address": address,
         "model": status.model,
         "max_model_len": status.max_model_len,
         "router_incarnation": status.router_incarnation,
@@ -44,7 +49,8 @@ def status_data(status: Status) -> dict[str, Any]:
                 "node": w.info.node,
                 "pid": w.info.pid,
                 "device": w.info.device,
-                ("gpu_ids" if w.info.device.startswith("cuda") else "cores"): list(w.info.device_ids),
+                "cores": list(w.info.cores),
+                "gpu_ids": list(w.info.gpu_ids),
                 "incarnation": w.info.incarnation,
                 "blocks_total": w.load.blocks_total,
                 "blocks_free": w.load.blocks_free,
@@ -55,30 +61,53 @@ def status_data(status: Status) -> dict[str, Any]:
                 "bytes_received": w.load.bytes_received,
                 "seen_s_ago": round(w.seen_s_ago, 3),
             }
-            for w in status.workers
+            for w in _in_order(status)
         ],
     }
 
 
-def status_table(status: Status) -> Table:
-    """The workers of a cluster, one a row; `queue` is requests waiting + running."""
-    table = Table(title=f"{status.name}: {status.model}", box=box.SIMPLE_HEAD)
-    for column in ("worker", "pool", "state", "node", "pid", "device", "free blocks", "queue"):
+def status_table(status: Status, address: str) -> Table:
+    """The workers of a cluster, one a row."""
+    table = Table(title=f"{status.name} at {address}", box=box.SIMPLE_HEAD, padding=(0, 1))
+    for column in ("worker", "role", "state", "node", "pid", "runs on", "free blocks", "queue"):
         table.add_column(column, no_wrap=True)
-    for w in status.workers:
-        ids = ",".join(map(str, w.info.device_ids))
-        kind = "GPU" if w.info.device.startswith("cuda") else "core"
+    for w in _in_order(status):
+        places = [f"{w.info.device}"]
+        if w.info.cores:
+            places.append(f"core {','.join(map(str, w.info.cores))}")
+        if w.info.gpu_ids:
+            places.append(f"GPU {','.join(map(str, w.info.gpu_ids))}")
         table.add_row(
             w.info.worker_id,
-            w.info.pool,
+            w.info.role,
             w.state,
             w.info.node,
             str(w.info.pid),
-            f"{w.info.device} {kind} {ids}" if ids else w.info.device,
+            " ".join(places),
             f"{w.load.blocks_free}/{w.load.blocks_total}",
             f"{w.load.num_waiting}+{w.load.num_running}",
         )
+    table.caption = f"model: {status.model}; blocks are of the KV pool; queue: requests waiting + running"
     return table
+
+
+def _in_order(status: Status) -> list[WorkerStatus]:
+    return sorted(status.workers, key=lambda w: (ROLES.index(w.info.role), w.info.worker_id))
+
+
+@contextmanager
+def spinner(text: str) -> Iterator[Callable[[str], None]]:
+    """Show what is going on: a spinner on a terminal, lines on stderr elsewhere. Call it with each new text."""
+    if out.is_terminal:
+        with out.status(text) as status:
+            yield lambda new: status.update(new)
+    else:
+
+        def tell(new: str) -> None:
+            err.print(new, markup=False)
+
+        tell(text)
+        yield tell
 
 
 def completion_data(done: Completion) -> dict[str, Any]:
@@ -124,7 +153,8 @@ def timeline_table(done: Completion) -> Table:
             share = stages[stage] / total
             table.add_row(stage.replace("_", " "), f"{stages[stage] * 1e3:.2f}", "█" * round(30 * share))
     table.add_row("all stages", f"{total * 1e3:.2f}", "", style="bold")
-    table.add_row("client's clock", f"{done.latency_s * 1e3:.2f}", f"first token after {ms(done.ttft_s)} ms")
+    until_last_token = done.token_times[-1] - done.started_at if done.token_times else done.latency_s
+    table.add_row("client's clock", f"{until_last_token * 1e3:.2f}", f"first token after {ms(done.ttft_s)} ms")
     if done.residual_s is not None:
         table.add_row("residual", f"{done.residual_s * 1e3:.2f}", "message trips and the client's own work")
     return table

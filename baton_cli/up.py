@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import yaml
@@ -14,7 +15,7 @@ import yaml
 from baton.config import ClusterConfig, dump_config
 from baton.errors import ClusterError
 from baton_cli.guard import guarded, interrupt
-from baton_cli.output import err, out, status_table
+from baton_cli.output import err, out, spinner, status_table
 from baton_cluster.launch import launch
 from baton_cluster.record import claim_name, find_record, log_file, remove_record, write_record
 
@@ -22,30 +23,20 @@ from baton_cluster.record import claim_name, find_record, log_file, remove_recor
 def run_up(config: ClusterConfig) -> None:
     """Start the cluster, show it, and wait for Ctrl-C or SIGTERM; then end it."""
     claim_name(config.name)
-    line = out.status("starting")
-    ready = False
-
-    def progress(text: str) -> None:
-        if ready:
-            out.print(text)  # something was restarted
-        else:
-            line.update(text)
-
-    with line, launch(config, progress=progress) as cluster:
+    with ExitStack() as stack:
+        with spinner("starting") as show:
+            cluster = stack.enter_context(launch(config, progress=lambda text: show(text)))
+        show = out.print  # from now on: something was restarted
         write_record(config.name, cluster.address, cluster.details().get("ray_address"))
         try:
-            line.stop()
-            out.print(status_table(cluster.status()))
+            out.print(status_table(cluster.status(), cluster.address))
             for warning in cluster.warnings:
                 err.print(f"warning: {warning}", style="yellow")
-            ready = True
             out.print(f"{config.name} is ready at {cluster.address}; Ctrl-C or `baton down` ends it")
             while True:
                 signal.pause()
         except KeyboardInterrupt:
-            ready = False
-            line.update("ending")
-            line.start()
+            out.print("ending")
         finally:
             remove_record(config.name)
     out.print(f"{config.name} has ended")
@@ -72,7 +63,7 @@ def run_detached(config: ClusterConfig) -> None:
     with owner.stdin as pipe:
         pipe.write(yaml.safe_dump(dump_config(config)).encode())
     try:
-        with out.status(f"starting (log: {log})"):
+        with spinner(f"starting (log: {log})"):
             record = _wait_ready(config.name, owner)
     except BaseException:
         if owner.poll() is None:
@@ -82,7 +73,7 @@ def run_detached(config: ClusterConfig) -> None:
     from router.client import RouterClient
 
     with RouterClient(record.address) as client:
-        out.print(status_table(client.status()))
+        out.print(status_table(client.status(), record.address))
     out.print(f"{config.name} is ready at {record.address}; `baton down {config.name}` ends it; log: {log}")
 
 

@@ -72,7 +72,7 @@ class WorkerActor:
             host=host,
             cores=cores,
             node=platform.node(),
-            device_ids=gpu_ids or cores,
+            gpu_ids=gpu_ids,
             pid=os.getpid(),
         )
         self._worker.start(self._config.start_timeout_s)

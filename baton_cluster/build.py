@@ -28,13 +28,13 @@ def build_worker(
     host: str = "127.0.0.1",
     cores: tuple[int, ...] | None = None,
     node: str = "",
-    device_ids: tuple[int, ...] = (),
+    gpu_ids: tuple[int, ...] = (),
     pid: int = 0,
 ) -> EngineWorker:
     """A worker, ready to `start()`. Binds its sockets on `host` at once.
 
     `transport` is the URL to open (`inproc://`, `zmq+tcp://10.0.0.2`), `cores` the CPU cores it is pinned to,
-    `device_ids` what the status shows: cores on CPU, GPU ids on CUDA.
+    `gpu_ids` the GPUs that Ray reserved for it.
     """
     role = config.role_of(spec.pool)
     cache = built.kv_cache
@@ -62,7 +62,8 @@ def build_worker(
         data_address=links.data_address,
         node=node,
         device=built.device,
-        device_ids=device_ids or cores or (),
+        cores=cores or (),
+        gpu_ids=gpu_ids,
         pid=pid,
     )
     return EngineWorker(

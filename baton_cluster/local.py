@@ -7,6 +7,7 @@ shared between its workers. They also share one Python interpreter, so it says l
 from __future__ import annotations
 
 import os
+import platform
 
 import zmq
 
@@ -47,6 +48,7 @@ class LocalCluster(Cluster):
                     router_address=back,
                     context=self._context,
                     transport=transport,
+                    node=platform.node(),
                     pid=os.getpid(),
                 )
                 self.workers[spec.worker_id].start(config.start_timeout_s)

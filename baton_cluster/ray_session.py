@@ -42,6 +42,8 @@ class RaySession:
             "logging_level": logging.ERROR,
         }
         if self.owned:
+            # Who ends the whole process group ends Ray's processes with it; then do not wait a minute for them.
+            os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
             options |= {
                 "address": "local",  # never someone else's cluster that RAY_ADDRESS happens to name
                 "include_dashboard": False,

@@ -80,7 +80,7 @@ def find_record(name: str | None = None) -> ClusterRecord:
         raise ClusterError("no cluster is up; start one with `baton up`")
     if len(living) > 1:
         names = ", ".join(r.name for r in living)
-        raise ClusterError(f"several clusters are up ({names}); say which with --cluster NAME")
+        raise ClusterError(f"several clusters are up ({names}); name the one that you mean")
     return living[0]
 
 

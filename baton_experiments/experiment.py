@@ -116,7 +116,9 @@ def run(
 
 
 def require_equal_resources(placements: Sequence[str]) -> None:
-    """Raises ConfigError unless all placements have the same number of workers."""
+    """Raises ConfigError for a name that is no placement, and unless all have the same number of workers."""
+    for placement in placements:
+        with_placement(ClusterConfig(), placement)
     sizes = {placement: num_workers(placement) for placement in placements}
     if len(set(sizes.values())) > 1:
         raise ConfigError(

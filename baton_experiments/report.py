@@ -69,7 +69,9 @@ def _throughput(records: list[RequestRecord]) -> float | None:
 
 def table(points: list[dict[str, Any]]) -> Table:
     """The summary for a terminal."""
-    title = "TTFT per request and TBT over all gaps between tokens, in ms"
+    requests = sorted({point["requests"] for point in points})
+    counts = "/".join(map(str, requests))
+    title = f"TTFT and time between tokens (TBT), in ms; {counts} requests a row"
     result = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     result.add_column("rate\n/s", justify="right")
     result.add_column("\nplacement", no_wrap=True)
@@ -85,6 +87,23 @@ def table(points: list[dict[str, Any]]) -> Table:
         rate = point["output_tokens_per_s"]
         result.add_row(*cells, f"{rate:.1f}" if rate else "-")
     return result
+
+
+def comparisons(points: list[dict[str, Any]]) -> list[str]:
+    """What the table says in words: for each rate, placements by their longest gap and their median TTFT."""
+    lines = []
+    for rate in sorted({point["rate"] for point in points}):
+        group = [p for p in points if p["rate"] == rate and p["tbt_ms"] and p["ttft_ms"]]
+        if len(group) > 1:
+            gaps = sorted(group, key=lambda p: float(p["tbt_ms"]["max"]))
+            waits = sorted(group, key=lambda p: float(p["ttft_ms"]["p50"]))
+            lines.append(
+                f"at {rate:g}/s the longest pause between tokens was "
+                + ", ".join(f"{p['tbt_ms']['max']:.0f} ms with {p['placement']}" for p in gaps)
+                + "; the median first token came after "
+                + ", ".join(f"{p['ttft_ms']['p50']:.0f} ms with {p['placement']}" for p in waits)
+            )
+    return lines
 
 
 def environment() -> dict[str, Any]:
@@ -131,5 +150,6 @@ def write_results(folder: Path, records: list[RequestRecord], resolved: dict[str
         from baton_experiments.plot import plot_latency
     except ImportError:
         return summary  # plots need the extra `demo`
-    plot_latency(records, folder / "latency.png")
+    if any(record.error is None for record in records):
+        plot_latency(records, folder / "latency.png")
     return summary

@@ -71,10 +71,10 @@ def test_workers_are_processes_pinned_to_cores_of_their_own(split: RayCluster) -
     assert len({w.pid for w in workers.values()} | {os.getpid()}) == 3
     for info in workers.values():
         threads = [psutil.Process(t.id) for t in psutil.Process(info.pid).threads()]
-        pinned = [t for t in threads if tuple(t.cpu_affinity()) == info.device_ids]
+        pinned = [t for t in threads if tuple(t.cpu_affinity()) == info.cores]
         assert len(pinned) >= 2, "engine and I/O thread"
     if (os.cpu_count() or 1) >= 2:
-        assert workers["prefill-0"].device_ids != workers["decode-0"].device_ids
+        assert workers["prefill-0"].cores != workers["decode-0"].cores
         assert split.warnings == []
     assert all(health["healthy"] for health in split.health().values())
 

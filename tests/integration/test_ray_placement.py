@@ -66,8 +66,8 @@ def test_four_workers_get_four_gpus_and_more_cores_than_there_are_is_a_warning(
     pools = {"prefill": gpu, "big": {**gpu, "role": "prefill", "kv_blocks": 99}, "decode": {**gpu, "workers": 2}}
     with start(session, tiny_model, pools, "PACK") as cluster:
         workers = infos(cluster)
-        assert len({(node_of(w), w.device_ids) for w in workers.values()}) == 4, "one GPU each"
-        assert all(len(w.device_ids) == 1 for w in workers.values())
+        assert len({(node_of(w), w.gpu_ids) for w in workers.values()}) == 4, "one GPU each"
+        assert all(len(w.gpu_ids) == 1 for w in workers.values())
         assert workers["big-0"].num_blocks == 99
         if (os.cpu_count() or 1) < 6:
             assert any("share" in warning for warning in cluster.warnings)

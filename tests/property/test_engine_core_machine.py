@@ -297,10 +297,16 @@ class Engine(RuleBasedStateMachine):
     @rule()
     def schedule(self) -> None:
         transfers = {life.request.key: list(life.request.blocks) for life in self.of(lambda life: life.transfer)}
-        holders = self.core.holders()
+        holders = {request: request.num_computed for request in self.core.holders()}
+        running = {request: len(request.blocks) for request in self.core._running.values()}
+        queue = [request for request in self.core._waiting if -(-request.num_tokens // B) > len(request.blocks)]
         self.plan = plan = self.core.schedule(self.now)
         if any(not request.blocks for request in holders):
             event("preempted")  # seen with --hypothesis-show-statistics
+            victims = [request for request in running if not request.blocks]
+            assert list(self.core._waiting)[: len(victims)] == victims, "who was preempted goes on first, in order"
+            younger = list(running)[list(running).index(victims[0]) :] if victims else []
+            assert all(len(request.blocks) <= running[request] for request in younger), "an older one gave way"
         for key, blocks in transfers.items():
             held = self.lives[key].request.blocks
             assert held[: len(blocks)] == blocks, "a step took blocks that a transfer holds (I4, I5)"
@@ -316,7 +322,10 @@ class Engine(RuleBasedStateMachine):
             assert item.samples == (item.start + item.num_tokens == len(request.tokens))
             assert len(request.blocks) * B >= item.start + item.num_tokens, "computed into no block"
             self.in_step[request.key] = list(request.blocks)
+            assert item.start >= holders.get(request, 0), f"{request!r} lost its blocks and took them back at once"
         assert len(self.core._running) <= self.core.max_batch_requests
+        served = [request.state is RequestState.RUNNING for request in queue]
+        assert served == sorted(served, reverse=True), "who needs blocks gets them first come, first served"
 
     @precondition(lambda self: self.plan is not None)
     @rule(tokens=st.lists(st.sampled_from([1, 2, 3, 4, 5, 6, 7, EOS]), min_size=1, max_size=5))

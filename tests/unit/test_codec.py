@@ -72,7 +72,7 @@ LAYOUT = KVLayout(2, 1, 16, 64, "float32")
 SAMPLING = SamplingParams(max_tokens=9, temperature=0.5, seed=3, ignore_eos=True, stop_token_ids=(1, 2))
 FULL = SamplingParams(max_tokens=1 << 20, top_k=(1 << 31) - 1, top_p=1e-9, min_p=0.999, min_tokens=1 << 20)
 WORKER = WorkerInfo(
-    "w", "i", "p", "both", "f", LAYOUT, 10, 100, 8, "tcp://127.0.0.1:1", "zmq+tcp://127.0.0.1:2", device_ids=(0, 1)
+    "w", "i", "p", "both", "f", LAYOUT, 10, 100, 8, "tcp://127.0.0.1:1", "zmq+tcp://127.0.0.1:2", cores=(0, 1)
 )
 
 MESSAGES: dict[Any, list[Any]] = {

@@ -125,6 +125,25 @@ def test_a_lost_worker_that_fails_one_sample_does_not_touch_its_siblings_again()
     assert submits(actions) == []
 
 
+def test_nothing_follows_a_failure_that_one_message_brings() -> None:
+    s = Script("b0", config=config_of(router__max_attempts=1))
+    s.generate(n=2)
+    a, b = keys(s, 2)
+    assert s.tokens("b0", out(a, 0, finish="abort"), out(b, 0)) == [
+        ("b0", Abort(a)),
+        ("b0", Abort(b)),
+        ("failed", "x", "request_failed"),
+    ]
+
+
+def test_samples_that_wait_for_a_worker_give_up_as_one() -> None:
+    s = Script("b0", config=config_of(router__worker_wait_s=5))
+    s.generate(n=3)
+    assert s.lose("b0") == [("b0", Abort(key)) for key in keys(s, 3)]
+    assert s.core.num_requests == 3
+    assert s.wait(6) == [("failed", "x", "request_failed")]
+
+
 def test_samples_are_retried_by_themselves() -> None:
     s = Script("b0", "b1")
     placed = {key: to for to, key in submits(s.generate(n=2))}
