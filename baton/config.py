@@ -173,6 +173,8 @@ def load_config(path: str | Path | None = None, overrides: dict[str, Any] | None
         tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise ConfigError(source, "must hold a mapping of sections", value=tree)
+    if "pools" not in tree and any(dotted.startswith("pools.") for dotted in overrides or {}):
+        tree["pools"] = {name: {} for name in ClusterConfig().pools}  # they change the default pools, not replace them
     for dotted, value in (overrides or {}).items():
         _set_dotted(tree, dotted, value)
     return parse_config(tree)

@@ -8,12 +8,29 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 from types import TracebackType
 from typing import Any, Self
 
 from baton.config import RayConfig
 from baton.errors import ClusterError
+
+CONNECT_TIMEOUT_S = 5.0
+
+
+def _require_reachable(address: str) -> None:
+    """Raises ClusterError if nobody listens at `host:port`; Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        return  # `auto`, which Ray looks up by itself
+    try:
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+    except OSError as e:
+        raise ClusterError(
+            f"ray.address {address}: nobody answers there ({e.strerror or e}); "
+            f"`ray status` on its head node tells the address"
+        ) from e
 
 
 class RaySession:
@@ -28,6 +45,8 @@ class RaySession:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Ray's coming default; without it every actor without GPUs prints a warning about the change.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        if config.address is not None:
+            _require_reachable(config.address)
         import ray  # here, because Ray reads its environment at import and takes a second
 
         logging.getLogger("ray").setLevel(logging.ERROR)  # after the import, which sets a level of its own

@@ -10,10 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.config import parse_config
+from baton.config import RayConfig, parse_config
 from baton.errors import ClusterError
 from baton_cluster import record
 from baton_cluster.cores import assign_cores
+from baton_cluster.ray_session import RaySession
 from baton_cluster.specs import worker_specs
 
 
@@ -92,3 +93,9 @@ def test_the_record_of_a_dead_process_counts_as_absent(runtime: Path, other_proc
     with pytest.raises(ClusterError):
         record.find_record("other")
     record.claim_name("other")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "no-such-host.invalid:6379"])
+def test_an_unreachable_ray_address_is_one_sentence_at_once(address: str) -> None:
+    with pytest.raises(ClusterError, match="nobody answers there"):
+        RaySession(RayConfig(address=address), num_cpus=1, namespace="test")

@@ -103,3 +103,8 @@ def test_a_config_error_survives_pickling() -> None:
     error = ConfigError("a.b", "is wrong", value=3, allowed="1 or 2")
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.path, copy.value, copy.allowed) == (str(error), "a.b", 3, "1 or 2")
+
+
+def test_overrides_change_the_default_pools_and_do_not_replace_them() -> None:
+    config = load_config(None, {"pools.decode.workers": 2})
+    assert {name: pool.workers for name, pool in config.pools.items()} == {"prefill": 1, "decode": 2}
