@@ -6,7 +6,7 @@ Everything here is immutable plain data. Times are seconds on the router's monot
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -354,6 +354,19 @@ class Drain(_Message, frozen=True, tag=41):
     undo: bool = False
 
 
+class Explain(_Message, frozen=True, tag=42):
+    """Client to router: what became of this request (its id, or the start of it)? Answered by Explained or Failed."""
+
+    label: Name
+    request_id: Name
+
+
+class Explained(_Message, frozen=True, tag=43):
+    label: Name
+    record: dict[str, Any]
+    """`router.records.RequestRecord`, by field name."""
+
+
 class WorkerStatus(_Message, frozen=True, tag=38):
     info: WorkerInfo
     load: LoadReport
@@ -382,5 +395,5 @@ class Alive(_Message, frozen=True, tag=40):
 
 ToRouterFromWorker = Join | Heartbeat | Tokens | AttemptFailed | HandoffRefused | HandoffDone
 ToWorker = Joined | JoinRefused | Peers | Heartbeat | Submit | Replace | Abort
-ToRouterFromClient = Generate | Cancel | StatusRequest | Drain
-ToClient = Delta | Done | Failed | Status | Alive
+ToRouterFromClient = Generate | Cancel | StatusRequest | Drain | Explain
+ToClient = Delta | Done | Failed | Status | Alive | Explained

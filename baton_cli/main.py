@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 import yaml
 
@@ -106,6 +107,26 @@ def status(cluster: ClusterName = None, address: Address = None, as_json: AsJson
         print_json(status_data(answer, where))
     else:
         out.print(status_table(answer, where))
+
+
+@app.command(epilog="Example: baton explain 0730374a")
+def explain(
+    request_id: Annotated[str, typer.Argument(help="The request's id, or the start of it.")],
+    cluster: ClusterName = None,
+    address: Address = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show where a request that ended went, why it was placed so, and where its time went."""
+    from baton_cli.output import record_tables
+    from router.client import RouterClient
+
+    with RouterClient(_address(cluster, address)) as client:
+        record = client.explain(request_id)
+    if as_json:
+        print_json(msgspec.to_builtins(record))
+    else:
+        for table in record_tables(record):
+            out.print(table)
 
 
 @app.command(epilog="Example: baton drain prefill-0")

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.protocol import Status, WorkerStatus
-from baton.timeline import Stage
+from baton.timeline import RequestTimeline, Stage
 from router.client import Completion
+from router.records import RequestRecord
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -139,11 +140,10 @@ def completion_data(done: Completion) -> dict[str, Any]:
     }
 
 
-def timeline_table(done: Completion) -> Table:
-    """Where the time of one request went, and what the client saw beyond it."""
-    stages = done.timeline.stages()
+def stage_table(title: str, timeline: RequestTimeline) -> Table:
+    """Where the time of a request went, as its router and workers saw it."""
+    stages = timeline.stages()
     total = sum(stages.values()) or 1e-9
-    title = f"request {done.request_id[:8]}: {done.prefill_worker} -> {done.decode_worker}"
     table = Table(title=title, box=box.SIMPLE_HEAD, min_width=60)
     table.add_column("stage")
     table.add_column("ms", justify="right")
@@ -153,8 +153,30 @@ def timeline_table(done: Completion) -> Table:
             share = stages[stage] / total
             table.add_row(stage.replace("_", " "), f"{stages[stage] * 1e3:.2f}", "█" * round(30 * share))
     table.add_row("all stages", f"{total * 1e3:.2f}", "", style="bold")
+    return table
+
+
+def timeline_table(done: Completion) -> Table:
+    """The stages of a request, and what its client saw beyond them."""
+    title = f"request {done.request_id[:8]}: {done.prefill_worker} -> {done.decode_worker}"
+    table = stage_table(title, done.timeline)
     until_last_token = done.token_times[-1] - done.started_at if done.token_times else done.latency_s
     table.add_row("client's clock", f"{until_last_token * 1e3:.2f}", f"first token after {ms(done.ttft_s)} ms")
     if done.residual_s is not None:
         table.add_row("residual", f"{done.residual_s * 1e3:.2f}", "message trips and the client's own work")
     return table
+
+
+def record_tables(record: RequestRecord) -> list[Table]:
+    """What `baton explain` shows: every placement with the scores of all candidates, then the stages."""
+    choices = Table(title=f"request {record.request_id}", box=box.SIMPLE_HEAD)
+    for column in ("placement", "prefill", "decode", "candidates (lower is better)"):
+        choices.add_column(column)
+    for number, placement in enumerate(record.placements, 1):
+        scores = ", ".join(f"{s.worker_id} ({s.part}) {s.value:g}" for s in placement.scores)
+        choices.add_row(str(number), placement.prefill, placement.decode, scores)
+    ended = f"{record.finish_reason}{': ' + record.error if record.error else ''}"
+    choices.caption = f"{record.prompt_tokens} tokens in, {record.completion_tokens} out; ended: {ended}" + (
+        f"; retried because: {record.retried}" if record.retried else ""
+    )
+    return [choices, stage_table("where its time went", RequestTimeline(marks=dict(record.marks)))]

@@ -29,7 +29,7 @@ def open_transport(url: str) -> KVTransport:
 
 
 def resolve_transport(name: str, *, one_process: bool, host: str = "127.0.0.1") -> str:
-    """The URL to open for `transfer.transport`: `auto` takes the fastest that all workers reach.
+    """The URL to open for `transfer.transport`: `auto` is `inproc` within one process, else `zmq+tcp`.
 
     `one_process`: all workers are threads of this process. `host`: the address at which peers reach this machine.
     """

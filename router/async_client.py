@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from typing import Any, Unpack
 
+import msgspec
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
@@ -28,6 +29,8 @@ from baton.protocol import (
     Delta,
     Done,
     Drain,
+    Explain,
+    Explained,
     Failed,
     Generate,
     Status,
@@ -36,6 +39,7 @@ from baton.protocol import (
     ToRouterFromClient,
 )
 from router.completion import Collector, Completion, GenerateOptions, Prompt, StreamDelta, build_generate
+from router.records import RequestRecord
 
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 10.0
@@ -140,7 +144,7 @@ class AsyncRouterClient:
         self._out: Codec[Any] = Codec(ToRouterFromClient)
         self._labels = itertools.count()
         self._calls: dict[str, _Call] = {}
-        self._asked: dict[str, asyncio.Future[Status]] = {}
+        self._asked: dict[str, asyncio.Future[Any]] = {}
         self._connecting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._context: zmq.asyncio.Context | None = None
@@ -196,7 +200,17 @@ class AsyncRouterClient:
     async def status(self) -> Status:
         """The cluster as the router sees it; ClusterError if the router does not answer."""
         await self.connect()
-        return await self._ask(StatusRequest)
+        status: Status = await self._ask(StatusRequest)
+        return status
+
+    async def explain(self, request_id: str) -> RequestRecord:
+        """Where an ended request went and why: every candidate's score, attempts, marks. By id or the start of one.
+
+        InvalidRequestError if the router knows none.
+        """
+        await self.connect()
+        answer: Explained = await self._ask(lambda label: Explain(label, request_id))
+        return msgspec.convert(answer.record, RequestRecord)
 
     async def drain(self, worker_id: str, *, undo: bool = False) -> Status:
         """Let a worker finish what it has and get nothing new (`undo`: again); the cluster as of then.
@@ -204,7 +218,8 @@ class AsyncRouterClient:
         It is drained when its `num_outstanding` in the status is 0. InvalidRequestError for an unknown worker.
         """
         await self.connect()
-        return await self._ask(lambda label: Drain(label, worker_id, undo))
+        status: Status = await self._ask(lambda label: Drain(label, worker_id, undo))
+        return status
 
     async def close(self) -> None:
         """End all open requests and the connection."""
@@ -258,9 +273,9 @@ class AsyncRouterClient:
         task = self._connecting
         return task is not None and (task.cancelled() or task.exception() is not None)
 
-    async def _ask(self, question: Callable[[str], StatusRequest | Drain]) -> Status:
+    async def _ask(self, question: Callable[[str], StatusRequest | Drain | Explain]) -> Any:
         label = f"status-{next(self._labels)}"
-        answer: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._asked[label] = answer
         self._send(question(label))
         try:
@@ -296,7 +311,7 @@ class AsyncRouterClient:
                     call.sink(call.collector.complete(message, at))
             elif kind is Failed:
                 self._on_failed(message)
-            elif kind is Status:
+            elif kind is Status or kind is Explained:
                 answer = self._asked.get(message.label)
                 if answer is not None and not answer.done():
                     answer.set_result(message)

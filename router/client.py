@@ -24,6 +24,7 @@ from router.async_client import (
     Event,
 )
 from router.completion import Choice, Completion, GenerateOptions, Prompt, StreamDelta, build_generate
+from router.records import RequestRecord
 
 __all__ = [
     "AsyncRouterClient",
@@ -168,6 +169,10 @@ class RouterClient:
     def status(self) -> Status:
         """The cluster as the router sees it; ClusterError if the router does not answer."""
         return self._run(self._async.status())
+
+    def explain(self, request_id: str) -> RequestRecord:
+        """Where an ended request went and why; see `AsyncRouterClient.explain`."""
+        return self._run(self._async.explain(request_id))
 
     def drain(self, worker_id: str, *, undo: bool = False) -> Status:
         """Let a worker finish what it has and get nothing new; see `AsyncRouterClient.drain`."""

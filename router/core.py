@@ -42,7 +42,7 @@ from router.admission import admit, check_sampling
 from router.lifecycle import Actions, Lifecycle
 from router.membership import Membership
 from router.policy import PlacementPolicy
-from router.records import RequestRecord
+from router.records import MAX_RECORDS, RequestRecord
 from router.request import ClientRequest, RoutedRequest, State, TokenWatch
 from router.view import ClusterView, WorkerView
 
@@ -77,9 +77,16 @@ class RouterCore:
         """Clients with open requests, each with the label of one of them."""
         return self._book.clients()
 
-    def explain(self, request_id: str) -> RequestRecord | None:
-        """Where a request that ended went, and why; by id or the start of one. None: unknown or long ago."""
-        return self._life.records.find(request_id)
+    def explain(self, request_id: str) -> RequestRecord:
+        """Where a request that ended went, and why; by id or the start of one. InvalidRequestError if there is none."""
+        record = self._life.records.find(request_id)
+        if record is None:
+            raise InvalidRequestError(
+                f"no ended request of this router has an id that alone begins with {request_id!r}; it remembers the "
+                f"last {MAX_RECORDS}",
+                field="request_id",
+            )
+        return record
 
     def on_drain(self, worker_id: str, undo: bool) -> None:
         """Place nothing more on this worker, or again. Raises InvalidRequestError if there is none of this id."""

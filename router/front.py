@@ -19,7 +19,19 @@ import msgspec
 
 from baton.codec import Codec
 from baton.errors import BatonError, CodecError, VersionError
-from baton.protocol import Alive, Cancel, Delta, Done, Drain, Failed, Generate, ToClient, ToRouterFromClient
+from baton.protocol import (
+    Alive,
+    Cancel,
+    Delta,
+    Done,
+    Drain,
+    Explain,
+    Explained,
+    Failed,
+    Generate,
+    ToClient,
+    ToRouterFromClient,
+)
 from router.actions import NewTokens, RequestDone, RequestFailed, RouterAction, SampleDone
 from router.admission import check_source, check_token_ids
 from router.core import RouterCore
@@ -67,12 +79,16 @@ class Front:
             return self._on_generate(peer, message, received_at)
         if type(message) is Cancel:
             return self._core.on_cancel(peer, message.label, received_at, message.sample)
-        if type(message) is Drain:
-            try:
+        try:
+            if type(message) is Drain:
                 self._core.on_drain(message.worker_id, message.undo)
-            except BatonError as e:
-                self._send(peer, Failed(message.label, e.code, str(e), getattr(e, "field", None)))
+            elif type(message) is Explain:
+                record = self._core.explain(message.request_id)
+                self._send(peer, Explained(message.label, msgspec.to_builtins(record)))
                 return []
+        except BatonError as e:
+            self._send(peer, Failed(message.label, e.code, str(e), getattr(e, "field", None)))
+            return []
         self._send(peer, self._core.status(message.label, received_at))
         return []
 

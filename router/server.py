@@ -33,7 +33,6 @@ from router.actions import RouterAction, SendWorker
 from router.back import Back
 from router.core import RouterCore
 from router.front import Front
-from router.records import RequestRecord
 from router.sockets import BACK_HWM, FRONT_HWM, RouterSocket, WakeUp
 from router.text import Text, TokenizerText
 
@@ -49,7 +48,7 @@ T = TypeVar("T")
 
 
 class RouterServer:
-    """A router. `start`, `stop`, `wait_ready`, `status` and `explain` may be called from any thread.
+    """A router. `start`, `stop`, `wait_ready` and `status` may be called from any thread.
 
     `text` replaces the tokenizer of `model_path` (for tests, or to share one). `back_host`: the address of
     this machine at which workers reach it, where that is another than clients do (`router.host`); `back_port`
@@ -135,10 +134,6 @@ class RouterServer:
     def status(self) -> Status:
         """The cluster as of now; ClusterError if the router is not running."""
         return self._call(lambda: self._core.status("status", time.monotonic()))
-
-    def explain(self, request_id: str) -> RequestRecord | None:
-        """Where an ended request went and why; None if it is unknown. ClusterError if the router is not running."""
-        return self._call(lambda: self._core.explain(request_id))
 
     def _call(self, function: Callable[[], T]) -> T:
         """Run `function` in the router's thread and return what it returns."""

@@ -313,9 +313,11 @@ def test_status_and_explain(start: Start) -> None:
     assert [(w.info.worker_id, w.state) for w in status.workers] == [("p0", "ready"), ("d0", "ready")]
     assert (status.num_requests, status.max_model_len) == (0, 400)
     assert rig.server.status().router_incarnation == status.router_incarnation == rig.server.incarnation
-    record = rig.server.explain(done.request_id[:12])
-    assert record is not None
+    record = rig.client().explain(done.request_id[:12])
+    assert record.request_id == done.request_id
     assert {s.worker_id for s in record.placements[0].scores} == {"p0", "d0"}
+    with pytest.raises(InvalidRequestError, match="ffff"):
+        rig.client().explain("ffff")
 
 
 # --- ends that the client wants ---------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from baton.config import RouterConfig
+from baton.errors import InvalidRequestError
 from baton.layout import KVLayout
 from baton.protocol import (
     Abort,
@@ -133,7 +134,8 @@ def test_an_ended_request_can_be_explained() -> None:
     assert record is not None
     assert {score.worker_id for score in record.placements[0].scores} == {"p0", "d0", "b0"}
     assert record.finish_reason == "abort"
-    assert s.core.explain("nobody") is None
+    with pytest.raises(InvalidRequestError, match="nobody"):
+        s.core.explain("nobody")
 
 
 # --- order and duplicates (I2) --------------------------------------------------------------------
