@@ -17,7 +17,7 @@ from typing import Any
 
 import zmq
 
-from baton.codec import Codec
+from baton.codec import MAX_MESSAGE_BYTES, Codec
 from baton.errors import ProtocolError
 from baton.ports import (
     Action,
@@ -49,6 +49,13 @@ MAX_MESSAGES_PER_TURN = 256
 """A flood on one socket must not keep the others, or the transport, from their turn."""
 
 
+def _limit(socket: zmq.Socket[bytes]) -> None:
+    """A peer cannot make us read more than a message may hold; what we say to it is bounded by open transfers."""
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.SNDHWM, 0)
+
+
 class ZmqPeerLinks:
     """Binds its control socket at once, on any free port of `host` (an address that peers can reach).
 
@@ -71,7 +78,7 @@ class ZmqPeerLinks:
         self._context = context
         self._checksums = checksums
         self._from_prefill: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-        self._from_prefill.setsockopt(zmq.LINGER, 0)
+        _limit(self._from_prefill)
         self._from_prefill.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._from_prefill.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that reconnects replaces its old connection
         port = self._from_prefill.bind_to_random_port(f"tcp://{host}")
@@ -136,7 +143,7 @@ class ZmqPeerLinks:
     def _dealer(self, address: str) -> zmq.Socket[bytes]:
         dealer: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.ROUTING_ID, self._incarnation.encode())
-        dealer.setsockopt(zmq.LINGER, 0)
+        _limit(dealer)
         dealer.connect(address)
         return dealer
 

@@ -19,8 +19,9 @@ import zmq
 
 from baton.codec import Codec
 from baton.engine.request import StepPlan
-from baton.errors import ClusterError, RequestTooLargeError
+from baton.errors import ClusterError, OverloadedError, RequestTooLargeError
 from baton.protocol import SamplingParams, TransferId
+from baton.timeline import Stage
 from kv_transfer.base import Completion as TransportEvent
 from kv_transfer.base import KVTransport, Received
 from kv_transfer.messages import Commit, Data, Offer, ToDecode
@@ -601,3 +602,44 @@ def test_a_configured_port_that_is_taken() -> None:
         with pytest.raises(ClusterError, match=rf"router\.port.*{port}"):
             StubCluster(SPLIT, router={"port": port})
         assert set(threading.enumerate()) == before
+
+
+def test_the_first_token_does_not_wait_for_prefills_accounts() -> None:
+    """Row 6: shipping takes long and the hand-over's end is told late; the client has its first token before."""
+    slow_s = 0.4
+
+    class SlowShipping:
+        def __init__(self, inner: KVTransport):
+            self._inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+        def ship(self, *arguments: Any) -> tuple[int, ...]:
+            time.sleep(slow_s)
+            return self._inner.ship(*arguments)
+
+    def wrap(worker_id: str, transport: KVTransport) -> KVTransport:
+        return SlowShipping(transport) if worker_id.startswith("prefill") else transport  # type: ignore[return-value]
+
+    with StubCluster(SPLIT, wrap=wrap) as cluster, cluster.client() as client:
+        done = client.generate(prompt_of(20), max_tokens=3, seed=0)
+        assert done.ttft_s is not None
+        assert done.ttft_s < slow_s / 2
+        assert done.latency_s > slow_s
+        assert done.timeline.stages()[Stage.HANDOFF_WAIT] > slow_s / 2
+        cluster.wait_ledger_zero()
+
+
+def test_a_decode_worker_that_is_stricter_than_prefill() -> None:
+    """Row 20: one typed error to the client; prefill holds nothing, at once and not by lease; decode does no work."""
+    with StubCluster(SPLIT, transfer={"lease_s": 60.0}) as cluster, cluster.client() as client:
+        decode = cluster.workers["decode-0"].core.engine
+        decode.max_model_len = 30
+        started = time.monotonic()
+        with pytest.raises(OverloadedError, match="decode-0 refused it"):
+            client.generate(prompt_of(40), max_tokens=5, seed=0)
+        cluster.wait_ledger_zero()
+        assert time.monotonic() - started < 1.0
+        assert decode.num_steps == 0
+        assert client.generate(prompt_of(20), max_tokens=5, seed=0).finish_reason == "length"

@@ -218,10 +218,13 @@ class Engine(RuleBasedStateMachine):
             return
         num_tokens = min(request.num_context + growth, request.max_len - 1)
         free = self.core.pool.num_free
+        overtakes = any(-(-waiting.num_tokens // B) > len(waiting.blocks) for waiting in self.core._waiting)
         blocks = self.core.reserve(request, num_tokens, self.now)
         if blocks is None:
             assert self.core.pool.num_free == free
+            assert overtakes or -(-num_tokens // B) > free, "refused though there is room"
             return
+        assert not overtakes, "who came earlier waits for blocks"
         assert len(blocks) == -(-num_tokens // B)
         self.lives[request.key] = Life(request, "adopted")
 
@@ -366,18 +369,26 @@ class Engine(RuleBasedStateMachine):
     @rule(
         kinds=st.lists(st.sampled_from(["plain", "plain", "handoff", "adopted"]), min_size=2, max_size=5),
         prompt=st.integers(1, 8),
-        growth=st.integers(0, 4),
+        growth=st.integers(0, 14),
         max_tokens=st.integers(8, 14),
     )
     def crowd(self, kinds: list[str], prompt: int, growth: int, max_tokens: int) -> None:
         """More than fits: prompts that do, answers that do not."""
         for i, kind in enumerate(kinds):
             if kind != "adopted":
-                self.submit(prompt + i * growth, max_tokens, 0, kind, None, True)
+                self.submit(prompt + i * growth % 13, max_tokens, 0, kind, None, True)
                 continue
             self.reserve(prompt, max_tokens, 0, growth, None)
             if lives := self.of(lambda life: self.is_reserved(life) and not life.gone):
                 self.take_over(lives[-1].request.key, 1, trusted=True)
+
+    @precondition(lambda self: 0 < self.core.pool.num_free * B < MAX_MODEL_LEN)
+    @rule()
+    def take_the_rest(self) -> None:
+        """A hand-over that fits exactly into what is free, and may run in the next step."""
+        self.reserve(self.core.pool.num_free * B - 1, 2, 0, 1, None)
+        if lives := self.of(lambda life: self.is_reserved(life) and not life.gone):
+            self.take_over(lives[-1].request.key, 1, trusted=True)
 
     # --- what always holds ------------------------------------------------------------------------
 
