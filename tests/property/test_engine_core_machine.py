@@ -367,20 +367,23 @@ class Engine(RuleBasedStateMachine):
             self.check()
 
     @rule(
-        kinds=st.lists(st.sampled_from(["plain", "plain", "handoff", "adopted"]), min_size=2, max_size=5),
-        prompt=st.integers(1, 8),
-        growth=st.integers(0, 14),
-        max_tokens=st.integers(8, 14),
+        what=st.lists(
+            st.tuples(st.sampled_from(["plain", "handoff", "adopted", "steps"]), st.integers(1, 8), st.integers(1, 14)),
+            min_size=2,
+            max_size=12,
+        )
     )
-    def crowd(self, kinds: list[str], prompt: int, growth: int, max_tokens: int) -> None:
-        """More than fits: prompts that do, answers that do not."""
-        for i, kind in enumerate(kinds):
-            if kind != "adopted":
-                self.submit(prompt + i * growth % 13, max_tokens, 0, kind, None, True)
-                continue
-            self.reserve(prompt, max_tokens, 0, growth, None)
-            if lives := self.of(lambda life: self.is_reserved(life) and not life.gone):
-                self.take_over(lives[-1].request.key, 1, trusted=True)
+    def crowd(self, what: list[tuple[str, int, int]]) -> None:
+        """Requests and steps by turns, more than fits: prompts that do, answers that do not."""
+        for kind, prompt, number in what:
+            if kind == "steps":
+                self.steps(prompt)
+            elif kind == "adopted":
+                self.reserve(prompt, 14, 0, number, None)
+                if lives := self.of(lambda life: self.is_reserved(life) and not life.gone):
+                    self.take_over(lives[-1].request.key, 1, trusted=True)
+            else:
+                self.submit(prompt, number, 0, kind, None, True)
 
     @precondition(lambda self: 0 < self.core.pool.num_free * B < MAX_MODEL_LEN)
     @rule()
