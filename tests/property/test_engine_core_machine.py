@@ -9,10 +9,11 @@ example stops: once transfers answer, everything ends within a bound of steps, a
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import event, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -69,7 +70,7 @@ class Engine(RuleBasedStateMachine):
             eos_token_ids=[EOS],
         )
         self.lives: dict[RequestKey, Life] = {}
-        self.number = 0
+        self.number = self.num_preemptions = 0
         self.plan: StepPlan | None = None
         self.in_step: dict[RequestKey, list[int]] = {}
         """Blocks of the requests in the step under way."""
@@ -124,6 +125,9 @@ class Engine(RuleBasedStateMachine):
             self.write(self.lives[item.request.key], item.start, item.start + item.num_tokens)
         for item in plan.items:
             self.read(self.lives[item.request.key], item.start + item.num_tokens)
+
+    def may_adopt(self, life: Life) -> bool:
+        return self.is_reserved(life) and not life.gone
 
     def hear(self, effects: list[Effect]) -> None:
         """What the ports and the router would do with effects."""
@@ -228,10 +232,10 @@ class Engine(RuleBasedStateMachine):
         assert len(blocks) == -(-num_tokens // B)
         self.lives[request.key] = Life(request, "adopted")
 
-    @precondition(lambda self: self.of(lambda life: self.is_reserved(life) and not life.gone))
+    @precondition(lambda self: self.of(self.may_adopt))
     @rule(pick=PICK, token=st.integers(0, 9), trusted=st.booleans())
     def adopt_or_recompute(self, pick: int, token: int, trusted: bool) -> None:
-        self.take_over(self.pick(self.of(lambda life: self.is_reserved(life) and not life.gone), pick), token, trusted)
+        self.take_over(self.pick(self.of(self.may_adopt), pick), token, trusted)
 
     def take_over(self, key: RequestKey, token: int, trusted: bool) -> None:
         life = self.lives[key]
@@ -305,7 +309,7 @@ class Engine(RuleBasedStateMachine):
         queue = [request for request in self.core._waiting if -(-request.num_tokens // B) > len(request.blocks)]
         self.plan = plan = self.core.schedule(self.now)
         if any(not request.blocks for request in holders):
-            event("preempted")  # seen with --hypothesis-show-statistics
+            self.num_preemptions += 1
             victims = [request for request in running if not request.blocks]
             assert list(self.core._waiting)[: len(victims)] == victims, "who was preempted goes on first, in order"
             younger = list(running)[list(running).index(victims[0]) :] if victims else []
@@ -380,7 +384,7 @@ class Engine(RuleBasedStateMachine):
                 self.steps(prompt)
             elif kind == "adopted":
                 self.reserve(prompt, 14, 0, number, None)
-                if lives := self.of(lambda life: self.is_reserved(life) and not life.gone):
+                if lives := self.of(self.may_adopt):
                     self.take_over(lives[-1].request.key, 1, trusted=True)
             else:
                 self.submit(prompt, number, 0, kind, None, True)
@@ -390,7 +394,7 @@ class Engine(RuleBasedStateMachine):
     def take_the_rest(self) -> None:
         """A hand-over that fits exactly into what is free, and may run in the next step."""
         self.reserve(self.core.pool.num_free * B - 1, 2, 0, 1, None)
-        if lives := self.of(lambda life: self.is_reserved(life) and not life.gone):
+        if lives := self.of(self.may_adopt):
             self.take_over(lives[-1].request.key, 1, trusted=True)
 
     # --- what always holds ------------------------------------------------------------------------
@@ -448,7 +452,7 @@ class Engine(RuleBasedStateMachine):
         tokens = sum(len(life.request.tokens) + life.request.max_len for life in self.lives.values())
         bound = 10 + 4 * tokens  # one step may compute one token, and preemption computes some of them again
         for _ in range(bound):
-            for life in self.of(lambda life: self.is_reserved(life) and not life.gone):
+            for life in self.of(self.may_adopt):
                 self.take_over(life.request.key, 1, trusted=True)
             while lives := self.of(self.may_release):
                 self.release(self.lives_index(lives[0]))
@@ -477,3 +481,31 @@ TestEngine = Engine.TestCase
 TestEngine.settings = settings(
     max_examples=int(os.environ.get("BATON_EXAMPLES", "150")), stateful_step_count=60, deadline=None
 )
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_long_random_traffic(policy: str) -> None:
+    """The same machine, driven long and evenly: pools as crowded as Hypothesis' small examples seldom are."""
+    num_preemptions = 0
+    for seed in range(int(os.environ.get("BATON_EXAMPLES", "150"))):
+        draw = random.Random(seed)
+        machine = Engine()
+        machine.start(draw.randint(4, 10), draw.randint(4, 12), draw.randint(2, 5), policy)
+        for _ in range(60):
+            if draw.random() < 0.3:
+                machine.submit(
+                    draw.randint(1, 8), draw.randint(2, 14), 0, draw.choice(["plain", "handoff"]), None, True
+                )
+            if draw.random() < 0.3:
+                machine.reserve(draw.randint(1, 8), 14, 0, draw.randint(0, 14), None)
+            if draw.random() < 0.4 and machine.of(machine.may_adopt):
+                machine.adopt_or_recompute(draw.randint(0, 9), 1, draw.random() < 0.8)
+            if draw.random() < 0.2 and machine.of(machine.may_release):
+                machine.release(draw.randint(0, 9))
+            if draw.random() < 0.1 and machine.lives:
+                machine.abort(draw.randint(0, 99))
+            machine.steps(draw.randint(0, 2))
+            machine.check()
+        machine.teardown()
+        num_preemptions += machine.num_preemptions
+    assert num_preemptions > 100
