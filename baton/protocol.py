@@ -262,6 +262,15 @@ class HandoffDone(_Message, frozen=True, tag=26):
     """Timeline marks that only the send port sees (COMMITTED)."""
 
 
+class Leaving(_Message, frozen=True, tag=27):
+    """Worker to router: place nothing more here, I finish what I have and go. The router echoes it.
+
+    No Submit follows the echo, so from then on a worker that has nothing left has nothing to come.
+    """
+
+    incarnation: Name
+
+
 # --- client and router ---------------------------------------------------------------------------
 
 
@@ -393,7 +402,7 @@ class Alive(_Message, frozen=True, tag=40):
     """
 
 
-ToRouterFromWorker = Join | Heartbeat | Tokens | AttemptFailed | HandoffRefused | HandoffDone
-ToWorker = Joined | JoinRefused | Peers | Heartbeat | Submit | Replace | Abort
+ToRouterFromWorker = Join | Heartbeat | Tokens | AttemptFailed | HandoffRefused | HandoffDone | Leaving
+ToWorker = Joined | JoinRefused | Peers | Heartbeat | Submit | Replace | Abort | Leaving
 ToRouterFromClient = Generate | Cancel | StatusRequest | Drain | Explain
 ToClient = Delta | Done | Failed | Status | Alive | Explained

@@ -35,6 +35,7 @@ from baton.protocol import (
     Join,
     Joined,
     JoinRefused,
+    Leaving,
     LoadReport,
     Peers,
     Replace,
@@ -104,6 +105,12 @@ class EngineWorker:
         announced again must not be announced in another order (I5)."""
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
+        self._leaving: bool | None = None
+        """None: stays. False: asked to leave. True: the router knows, nothing new will come."""
+        self._idle = threading.Event()
+        """Leaving, and nothing is left here."""
+        self._leaving_told = False
+        self._linger_ms = 0
         self._joined = threading.Event()
         self._ended = threading.Event()
         self._router_incarnation: str | None = None
@@ -155,6 +162,19 @@ class EngineWorker:
         if self._wake_fd >= 0:
             fd, self._wake_fd = self._wake_fd, -1
             os.close(fd)
+
+    def leave(self, timeout_s: float = 60.0) -> bool:
+        """Take nothing new, finish what is here, hand over what is owed, then stop.
+
+        False if that took longer than `timeout_s`: then it stops all the same, and the router places the rest anew.
+        """
+        if self._leaving is None:
+            self._leaving = False
+        self._wake()
+        finished = self._idle.wait(timeout_s)
+        self._linger_ms = 1000  # the last tokens may still be on their way out
+        self.stop()
+        return finished
 
     def wait_ended(self) -> None:
         """Return when either thread has ended: by `stop`, or because it died."""
@@ -229,6 +249,7 @@ class EngineWorker:
                 for event in self._links.events():
                     self._handle_peer_event(event)
                 self._execute_outbox()
+                self._check_leaving()
                 if (now := time.monotonic()) >= next_beat:
                     self._beat(now)
                     next_beat = now + self._heartbeat_s
@@ -240,7 +261,7 @@ class EngineWorker:
         if not self._router.closed:
             self._router.disable_monitor()
             self._monitor.close(linger=0)
-            self._router.close(linger=0)
+            self._router.close(linger=self._linger_ms)
 
     def _wait_for_news(self, next_beat: float) -> None:
         poller = zmq.Poller()
@@ -266,6 +287,16 @@ class EngineWorker:
             deadline = self.core.next_deadline()
         if deadline is not None and deadline <= self._now():
             self._handle(self.core.on_deadline)
+
+    def _check_leaving(self) -> None:
+        if self._leaving is False and not self._leaving_told:
+            self._leaving_told = True
+            self._send_router(Leaving(self.info.incarnation))
+        if self._leaving and not self._idle.is_set():
+            with self._condition:
+                idle = not self._outbox and not self.core.engine.live() and not self.core.num_held_blocks()
+            if idle:
+                self._idle.set()
 
     def _handle(self, handler: Callable[..., list[Action]], *event: Any) -> None:
         """Give one event to a handler of the core; `_execute_outbox` does what it answers."""
@@ -315,6 +346,8 @@ class EngineWorker:
                 case Heartbeat(incarnation):
                     if self._router_incarnation not in (None, incarnation):
                         self._router_lost("another router answers at its address")
+                case Leaving(incarnation) if incarnation == self.info.incarnation:
+                    self._leaving = True
                 case Submit() | Replace() | Abort() | Peers():
                     self._handle(self.core.on_router_message, message)
 

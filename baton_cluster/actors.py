@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,17 @@ class WorkerActor:
         self._spec = WorkerSpec(worker_id, pool)
         self._built: Any = None
         self._worker: Any = None
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._on_terminate)
+
+    def _on_terminate(self, signum: int, frame: object) -> None:
+        """SIGTERM: finish what is here, then end. In a thread, since the main one belongs to Ray."""
+        threading.Thread(target=self._leave_and_exit, daemon=True).start()
+
+    def _leave_and_exit(self) -> None:
+        if self._worker is not None:
+            self._worker.leave()
+        os._exit(0)
 
     def where(self) -> dict[str, Any]:
         """The node and what this process may use there: before `load`, for the assignment of cores."""

@@ -10,12 +10,9 @@ from collections.abc import Hashable
 
 import msgspec
 
-from baton.protocol import Abort, FinishReason, Heartbeat, Joined, JoinRefused, Peers, Replace, Submit, Usage
+from baton.protocol import FinishReason, ToWorker, Usage
 
 ClientId = Hashable
-
-
-ToWorkerMessage = Joined | JoinRefused | Peers | Heartbeat | Submit | Replace | Abort
 
 
 class SendWorker(msgspec.Struct, frozen=True):
@@ -23,7 +20,7 @@ class SendWorker(msgspec.Struct, frozen=True):
 
     worker_id: str
     incarnation: str
-    message: ToWorkerMessage
+    message: ToWorker
 
 
 class NewTokens(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ from typing import Any
 from baton.codec import Codec
 from baton.errors import CodecError, VersionError
 from baton.protocol import Heartbeat, Join, JoinRefused, ToRouterFromWorker, ToWorker
-from router.actions import RouterAction, SendWorker, ToWorkerMessage
+from router.actions import RouterAction, SendWorker
 from router.core import RouterCore
 from router.sockets import RouterSocket, Unreachable
 
@@ -86,7 +86,7 @@ class Back:
         if peer is not None:
             self._lives.pop(peer, None)
 
-    def _deliver(self, peer: bytes, message: ToWorkerMessage | ToWorker) -> str | None:
+    def _deliver(self, peer: bytes, message: ToWorker) -> str | None:
         """None, or why it cannot be sent."""
         try:
             self.socket.send(peer, self._out.encode(message))

@@ -29,6 +29,7 @@ from baton.protocol import (
     Join,
     Joined,
     JoinRefused,
+    Leaving,
     Peers,
     RequestKey,
     SamplingParams,
@@ -248,6 +249,9 @@ class RouterCore:
             self._on_handoff_refused(worker, message, now, out)
         elif type(message) is HandoffDone:
             self._on_handoff_done(worker, message, out)
+        elif type(message) is Leaving:
+            worker.leaving = True
+            self._life.send(worker, message, out)
         return out
 
     def _on_tokens(self, worker: WorkerView, message: Tokens, now: float, out: Actions) -> None:
@@ -400,7 +404,7 @@ class RouterCore:
 
 def _speaks_for_itself(worker: WorkerView, message: ToRouterFromWorker) -> bool:
     """Whether the message names the worker whose connection it came over."""
-    if type(message) is Tokens or type(message) is Heartbeat:
+    if isinstance(message, Tokens | Heartbeat | Leaving):
         return message.incarnation == worker.info.incarnation
     assert type(message) is not Join
     return message.worker_id == worker.worker_id  # type: ignore[union-attr]

@@ -10,7 +10,7 @@ import math
 
 from baton.config import ClusterConfig
 from baton.errors import OverloadedError
-from baton.protocol import Abort, Peers, Replace, RequestKey, Usage
+from baton.protocol import Abort, Peers, Replace, RequestKey, ToWorker, Usage
 from baton.timeline import Mark
 from router.actions import (
     NewTokens,
@@ -19,7 +19,6 @@ from router.actions import (
     RouterAction,
     SampleDone,
     SendWorker,
-    ToWorkerMessage,
 )
 from router.book import RequestBook
 from router.policy import Placement, PlacementPolicy
@@ -252,5 +251,5 @@ class Lifecycle:
             if worker.can_prefill:
                 self.send(worker, peers, out)
 
-    def send(self, worker: WorkerView, message: ToWorkerMessage, out: Actions) -> None:
+    def send(self, worker: WorkerView, message: ToWorker, out: Actions) -> None:
         out.append(SendWorker(worker.worker_id, worker.info.incarnation, message))

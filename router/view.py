@@ -32,6 +32,7 @@ class WorkerView:
         "joined_at",
         "last_decode",
         "last_prefill",
+        "leaving",
         "load",
         "prefill_requests",
         "prefill_tokens",
@@ -47,6 +48,8 @@ class WorkerView:
         self.can_decode = info.role in ("decode", "both")
         self.load = LoadReport(blocks_free=info.num_blocks, blocks_total=info.num_blocks)
         self.state: WorkerState = "ready"
+        self.leaving = False
+        """It said that it goes: nothing new for this life."""
         self.joined_at = now
         self.seen = now
         """When it was last heard of, seconds on the router's clock."""
@@ -112,7 +115,7 @@ class ClusterView:
 
     def placeable(self) -> Iterator[WorkerView]:
         """Where new work may go."""
-        return (w for w in self.ready() if w.worker_id not in self.draining)
+        return (w for w in self.ready() if not w.leaving and w.worker_id not in self.draining)
 
     def peers(self) -> tuple[WorkerInfo, ...]:
         """The decode-capable workers that live: what prefill workers may hand over to."""
@@ -147,7 +150,7 @@ class ClusterView:
             WorkerStatus(
                 info=w.info,
                 load=w.load,
-                state="draining" if w.ready and w.worker_id in self.draining else w.state,
+                state="draining" if w.ready and (w.leaving or w.worker_id in self.draining) else w.state,
                 seen_s_ago=max(0.0, now - w.seen),
                 num_outstanding=w.num_outstanding,
             )

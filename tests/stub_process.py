@@ -94,6 +94,11 @@ def main() -> None:
         step_s=lambda plan: float(orders["step_s"]),
     )
     worker.start()
+
+    def leave(signum: int, frame: object) -> None:
+        raise SystemExit(0 if worker.leave() else 1)
+
+    signal.signal(signal.SIGTERM, leave)
     sys.stdin.read()
 
 

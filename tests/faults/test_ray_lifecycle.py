@@ -95,6 +95,23 @@ def test_sigkill_under_twenty_streams_loses_and_repeats_no_token(cluster: RayClu
 
 
 @pytest.mark.timeout(300)
+def test_sigterm_lets_a_worker_finish_and_then_it_is_replaced(cluster: RayCluster) -> None:
+    """Row 13 on Ray: nothing is started anew, and a new process takes the place."""
+    with cluster.client() as client:
+        before = pids(client.status())
+        streams = [client.stream(prompt(number), max_tokens=TOKENS, ignore_eos=True) for number in range(6)]
+        next(iter(streams[0]))
+        os.kill(before["decode-0"], signal.SIGTERM)
+        assert [stream.result().attempts for stream in streams[1:]] == [1] * 5
+        wait_until(
+            lambda: pids(client.status()).get("decode-0") not in (None, before["decode-0"]),
+            "a new process in its place",
+            within_s=RESTART_S,
+        )
+        assert client.generate(prompt(1), max_tokens=5, ignore_eos=True).finish_reason == "length"
+
+
+@pytest.mark.timeout(300)
 def test_a_router_that_dies_comes_back_at_its_address_and_workers_drop_its_orphans(cluster: RayCluster) -> None:
     client = cluster.client()
     with client.stream(prompt(1), max_tokens=400, ignore_eos=True) as stream:

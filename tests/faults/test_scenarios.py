@@ -643,3 +643,24 @@ def test_a_decode_worker_that_is_stricter_than_prefill() -> None:
         assert time.monotonic() - started < 1.0
         assert decode.num_steps == 0
         assert client.generate(prompt_of(20), max_tokens=5, seed=0).finish_reason == "length"
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+def test_sigterm_lets_a_worker_finish_and_hand_over_before_it_exits(victim: str) -> None:
+    """Row 13: what it has is finished, the KV it owes is delivered, then it exits; new requests go elsewhere."""
+    pools = {"prefill": {"workers": 2}, "decode": {"workers": 2}}
+    with ProcessCluster(pools, apart=[victim], apart_step_s=0.02) as cluster, cluster.client() as client:
+        streams = [client.stream(prompt_of(60, i), max_tokens=30, seed=0) for i in range(8)]
+        under_way = iter(streams[0])
+        next(under_way)
+        process = cluster.processes[victim]
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: cluster.state(victim) in ("draining", "lost"), "the router knows")
+        late = [client.generate(prompt_of(30, i), max_tokens=3, seed=0) for i in range(4)]
+        assert victim not in {name for done in late for name in (done.prefill_worker, done.decode_worker)}
+        for i, stream in enumerate(streams[1:], 1):
+            done = stream.result()
+            assert list(done.token_ids) == expected_tokens(prompt_of(60, i), 30)
+            assert done.attempts == 1, "finished where it was, not started anew"
+        assert process.wait(20) == 0
+        cluster.wait_ledger_zero()

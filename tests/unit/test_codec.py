@@ -32,6 +32,7 @@ from baton.protocol import (
     Join,
     Joined,
     JoinRefused,
+    Leaving,
     LoadReport,
     MarksOut,
     Peers,
@@ -81,6 +82,7 @@ MESSAGES: dict[Any, list[Any]] = {
     ToRouterFromWorker: [
         Join(1, WORKER, 0.5),
         Heartbeat("i", LoadReport(blocks_free=3, bytes_sent=1 << 50)),
+        Leaving("i"),
         Tokens("w", "i", (TokenOut(*KEY, 4, 5, "stop"),), (MarksOut(*KEY, {0: 0.5}),), LoadReport()),
         AttemptFailed("w", KEY, "refused", "because"),
         HandoffRefused("w", KEY, "d", "full"),
@@ -89,6 +91,7 @@ MESSAGES: dict[Any, list[Any]] = {
     ToWorker: [
         Joined("r", 0.5, 1.0, 1.5),
         JoinRefused("layouts differ"),
+        Leaving("i"),
         Peers((WORKER,)),
         Submit(KEY, (1, 2, 3), SAMPLING, (4,), "d", 2.5),
         Replace(KEY, None),
