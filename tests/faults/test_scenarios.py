@@ -1,4 +1,4 @@
-"""Rows of the project's list of failures that users of other split-serving systems met, each by its number.
+"""Rows of docs/scenarios.md, failures that users of other split-serving systems met, each by its number.
 
 Real threads, sockets, sessions and router; no model. B is the block size. The rows that are not here are elsewhere:
 5 and 9 in the unit tests of the ports too, 11 in `test_ray_lifecycle`, 29 in `tests/integration/test_workers`.
