@@ -69,8 +69,11 @@ def status_data(status: Status, address: str) -> dict[str, Any]:
 
 def status_table(status: Status, address: str) -> Table:
     """The workers of a cluster, one a row."""
-    table = Table(title=f"{status.name} at {address}", box=box.SIMPLE_HEAD, padding=(0, 1))
-    for column in ("worker", "role", "state", "node", "pid", "runs on", "free blocks", "queue"):
+    table = Table(title=f"{status.name} at {address}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    nodes = {w.info.node for w in status.workers}
+    # A column that says the same in every row costs the width that the others need in 80 columns.
+    where = ("node",) if len(nodes) > 1 else ()
+    for column in ("worker", "role", "state", *where, "pid", "runs on", "KV free", "queue"):
         table.add_column(column, no_wrap=True)
     for w in _in_order(status):
         places = [f"{w.info.device}"]
@@ -82,13 +85,14 @@ def status_table(status: Status, address: str) -> Table:
             w.info.worker_id,
             w.info.role,
             w.state,
-            w.info.node,
+            *([w.info.node] if where else []),
             str(w.info.pid),
             " ".join(places),
             f"{w.load.blocks_free}/{w.load.blocks_total}",
             f"{w.load.num_waiting}+{w.load.num_running}",
         )
-    table.caption = f"model: {status.model}; blocks are of the KV pool; queue: requests waiting + running"
+    place = f" on {nodes.pop()}" if len(nodes) == 1 else ""
+    table.caption = f"model {status.model}{place}; KV free: blocks of the pool; queue: requests waiting + running"
     return table
 
 
