@@ -367,6 +367,8 @@ class EngineWorker:
             now = time.monotonic()
             self._offset = ((message.received_at - message.echo) + (message.sent_at - now)) / 2
         self._router_incarnation = message.router_incarnation
+        if self._leaving is not None:
+            self._leaving, self._leaving_told = False, False  # this router, or this life with it, was not told yet
         self._joined.set()
 
     def _send_join(self) -> None:

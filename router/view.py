@@ -29,7 +29,6 @@ class WorkerView:
         "decode_requests",
         "decode_tokens",
         "info",
-        "joined_at",
         "last_decode",
         "last_prefill",
         "leaving",
@@ -50,7 +49,6 @@ class WorkerView:
         self.state: WorkerState = "ready"
         self.leaving = False
         """It said that it goes: nothing new for this life."""
-        self.joined_at = now
         self.seen = now
         """When it was last heard of, seconds on the router's clock."""
         self.prefill_requests = 0

@@ -17,6 +17,9 @@ from baton_cli.drain import run_drain
 from kv_transfer.base import Completion as TransportEvent
 from kv_transfer.base import KVTransport, Received
 from router.client import RouterClient
+from router.server import RouterServer
+from tests.fakes import VOCAB
+from tests.fakes_router import LetterText
 from tests.stub_cluster import LAYOUT, StubCluster, expected_tokens, wait_until
 
 B = LAYOUT.block_size
@@ -289,3 +292,20 @@ def test_a_draining_worker_finishes_what_it_has_and_gets_nothing_new() -> None:
             client.generate(prompt_of(5), max_tokens=3)
         run_drain(cluster.address, "prefill-0", undo=True, timeout_s=10)
         assert client.generate(prompt_of(5), max_tokens=3).prefill_worker == "prefill-0"
+
+
+def test_a_worker_that_leaves_while_its_router_is_away_tells_the_next_one() -> None:
+    with StubCluster({"both": {}}) as cluster:
+        worker = cluster.workers["both-0"]
+        cluster.router.stop()
+        with ThreadPoolExecutor(1) as pool:
+            left = pool.submit(worker.leave, 30.0)
+            back_port = int(cluster.back.rpartition(":")[2])
+            text: Any = LetterText()
+            text.vocab_size = VOCAB
+            successor = RouterServer(cluster.config, text=text, back_port=back_port)
+            successor.start()
+            try:
+                assert left.result(), "nothing was left to do, and the new router knows"
+            finally:
+                successor.stop()
