@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from baton.config import ClusterConfig, PoolConfig
-from baton.engine.attention import AttentionBackend, AttentionBatch, attention_backend
+from baton.engine.attention import AttentionBatch, attention_backend
+from baton.engine.batch import Batch
 from baton.engine.kv_cache import KVCache, num_blocks_in
-from baton.engine.model import DecoderModel
+from baton.engine.model import DecoderModel, Model
 from baton.engine.model_spec import ModelSpec, load_model_config, resolve_dtype
 from baton.engine.request import StepItem, StepPlan
 from baton.engine.sampler import sample
@@ -42,10 +43,9 @@ class Runner(Protocol):
 class ModelRunner:
     """The `Runner` that computes with a model."""
 
-    def __init__(self, model: DecoderModel, kv_cache: KVCache, attention: AttentionBackend):
+    def __init__(self, model: Model, kv_cache: KVCache):
         self.model = model
         self.kv_cache = kv_cache
-        self.attention = attention
 
     def run(self, plan: StepPlan) -> list[int | None]:
         """See `Runner.run`."""
@@ -65,32 +65,22 @@ class ModelRunner:
         return [next(sampled) if item.samples else None for item in plan.items]
 
     def set_num_threads(self, num_threads: int) -> None:
-        """See `Runner.set_num_threads`. OpenMP keeps the number per calling thread."""
-        torch.set_num_threads(num_threads)
+        """See `Runner.set_num_threads`."""
+        self.model.set_num_threads(num_threads)
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Compute the plan's tokens; logits `[n, vocab]` float32 of the n items that sample, in their order."""
         items = plan.items
         if not items:
             return torch.empty(0, self.model.spec.vocab_size)
-        tokens = [token for item in items for token in _tokens(item)]
-        lengths = np.array([item.num_tokens for item in items])
-        starts = np.array([item.start for item in items])
+        lengths = [item.num_tokens for item in items]
         ends = np.cumsum(lengths)
-        positions = np.arange(len(tokens)) + np.repeat(starts - (ends - lengths), lengths)
-        last_rows = ends[[item.samples for item in items]] - 1
-        device = self.model.device
-        step = self.attention.prepare(
-            AttentionBatch(starts.tolist(), lengths.tolist(), [item.request.blocks for item in items]), self.kv_cache
+        batch = Batch(
+            AttentionBatch([item.start for item in items], lengths, [item.request.blocks for item in items]),
+            tokens=np.array([token for item in items for token in _tokens(item)], dtype=np.int64),
+            logits_rows=ends[[item.samples for item in items]] - 1,
         )
-        return self.model.forward(
-            torch.tensor(tokens, device=device),
-            torch.from_numpy(positions).to(device),
-            self.attention,
-            step,
-            self.kv_cache,
-            torch.from_numpy(last_rows).to(device),
-        )
+        return self.model.forward(batch, self.kv_cache)
 
 
 def _tokens(item: StepItem) -> list[int]:
@@ -118,7 +108,7 @@ def build_runner(
     pool: PoolConfig,
     *,
     progress: Callable[[str], None] | None = None,
-    model: DecoderModel | None = None,
+    model: Model | None = None,
 ) -> BuiltRunner:
     """Find and load the model and size the KV pool for a worker of `pool`. Takes seconds.
 
@@ -151,10 +141,12 @@ def build_runner(
             f"{path}: attention over a sliding window ({spec.sliding_window} tokens) is not supported, and requests of "
             f"up to {max_len} tokens would need it; set model.max_model_len to {spec.sliding_window} or less"
         )
-    model = model or DecoderModel(spec, iter_weights(path), dtype=dtype, device=device)
+    if model is None:
+        attention = attention_backend(config.engine.attention, torch.device(device))
+        model = DecoderModel(spec, iter_weights(path), attention, dtype=dtype, device=device)
     kv_cache = KVCache(layout, num_blocks, device)
     return BuiltRunner(
-        runner=ModelRunner(model, kv_cache, attention_backend(config.engine.attention, model.device)),
+        runner=ModelRunner(model, kv_cache),
         spec=spec,
         kv_cache=kv_cache,
         fingerprint=fingerprint(path, dtype),

@@ -47,9 +47,9 @@ def make_tiny_model(
 
 def load_runner(folder: Path, *, block_size: int = 16, num_blocks: int = 200, dtype: str = "float32") -> ModelRunner:
     spec = load_model_config(folder)
-    model = DecoderModel(spec, iter_weights(folder), dtype=dtype)
+    model = DecoderModel(spec, iter_weights(folder), attention_backend("torch", torch.device("cpu")), dtype=dtype)
     cache = KVCache(spec.kv_layout(block_size, dtype), num_blocks)
-    return ModelRunner(model, cache, attention_backend("torch", torch.device("cpu")))
+    return ModelRunner(model, cache)
 
 
 class Driver:

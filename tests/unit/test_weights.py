@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from baton.config import parse_config
 from baton.engine import gguf_convert, weights
+from baton.engine.attention.torch_backend import TorchAttention
 from baton.engine.model import DecoderModel
 from baton.engine.model_spec import load_model_config, resolve_dtype
 from baton.engine.runner import BuiltRunner, build_runner
@@ -247,7 +248,12 @@ def test_weights_that_do_not_fit_the_config(tmp_path: Path) -> None:
     tensors = dict(iter_weights(tmp_path))
 
     def load(**changes: torch.Tensor | None) -> None:
-        DecoderModel(spec, [(n, t) for n, t in (tensors | changes).items() if t is not None], dtype="float32")
+        DecoderModel(
+            spec,
+            [(n, t) for n, t in (tensors | changes).items() if t is not None],
+            TorchAttention(torch.device("cpu")),
+            dtype="float32",
+        )
 
     load()
     with pytest.raises(ModelError, match=r"lack 1 tensors, model\.norm\.weight"):
@@ -325,7 +331,7 @@ def test_gguf_becomes_a_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(np.array_equal(found[name].numpy(), expected[name]) for name in expected)
     spec = load_model_config(folder)
     assert (spec.tie_embeddings, spec.eos_token_ids, spec.vocab_size) == (True, (29,), 32)
-    DecoderModel(spec, iter_weights(folder), dtype="float32")
+    DecoderModel(spec, iter_weights(folder), TorchAttention(torch.device("cpu")), dtype="float32")
     assert resolve_model(str(tmp_path / "tiny.gguf"), progress=told.append) == folder
     assert len(told) == 2, "converted again"
 
