@@ -1,0 +1,13 @@
+#include "api.h"
+#include "team.h"
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma,avx2")
+#define BATON_ISA avx512
+#define BATON_AVX512
+#include "kernels.h"
+#endif

@@ -1,0 +1,2 @@
+#define BATON_ISA portable
+#include "kernels.h"

@@ -1,0 +1,188 @@
+"""The native library: found, loaded by ctypes, and the kernels for this CPU chosen.
+
+Declares `csrc/api.h` once more. Knows no tensors and no models.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sysconfig
+from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+INSTRUCTION_SETS = ("avx512bf16", "avx512", "avx2", "portable")
+"""Fastest first."""
+
+
+class LinearStruct(Structure):
+    """`baton_linear`."""
+
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("outs", c_int32), ("ins", c_int32)]
+
+
+class LayerStruct(Structure):
+    """`baton_layer`."""
+
+    _fields_ = [
+        *((name, LinearStruct) for name in ("qkv", "out", "gate_up", "down")),
+        *(
+            (name, c_void_p)
+            for name in (
+                "attention_norm",
+                "query_norm",
+                "key_norm",
+                "post_attention_norm",
+                "mlp_norm",
+                "post_mlp_norm",
+            )
+        ),
+        ("window", c_int32),
+        ("rope", c_int32),
+    ]
+
+
+class DecoderStruct(Structure):
+    """`baton_decoder`."""
+
+    _fields_ = [
+        *(
+            (name, c_int32)
+            for name in (
+                "dtype",
+                "vocab",
+                "hidden",
+                "intermediate",
+                "heads",
+                "kv_heads",
+                "head_dim",
+                "rotary_dim",
+                "num_layers",
+                "activation",
+                "embed_packed",
+            )
+        ),
+        *(
+            (name, c_float)
+            for name in ("norm_eps", "embed_scale", "attention_scale", "attention_softcap", "logits_softcap")
+        ),
+        ("embed", c_void_p),
+        ("norm", c_void_p),
+        ("lm_head", LinearStruct),
+        ("layers", POINTER(LayerStruct)),
+    ]
+
+
+class SequencesStruct(Structure):
+    """`baton_sequences`."""
+
+    _fields_ = [
+        ("count", c_int32),
+        ("table_width", c_int32),
+        ("starts", c_void_p),
+        ("lengths", c_void_p),
+        ("tables", c_void_p),
+    ]
+
+
+class BatchStruct(Structure):
+    """`baton_batch`."""
+
+    _fields_ = [
+        ("sequences", SequencesStruct),
+        ("rows", c_int32),
+        ("num_logits", c_int32),
+        ("tokens", c_void_p),
+        ("logits_rows", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+    ]
+
+
+class AttentionStruct(Structure):
+    """`baton_attention`."""
+
+    _fields_ = [
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("block_stride", c_int64),
+        *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "block_size", "window")),
+        ("softcap", c_float),
+    ]
+
+
+_I, _L, _F, _P = c_int32, c_int64, c_float, c_void_p
+
+
+class KernelsStruct(Structure):
+    """`baton_kernels`: one instruction set's functions. Each releases the GIL while it runs."""
+
+    _fields_ = [
+        ("name", c_char_p),
+        ("panel", c_int32),
+        ("packed_bytes", CFUNCTYPE(_L, _I, _I, _I)),
+        ("pack", CFUNCTYPE(None, _I, _P, _I, _I, _P)),
+        ("workspace_bytes", CFUNCTYPE(_L, POINTER(DecoderStruct), _I, _I)),
+        (
+            "forward",
+            CFUNCTYPE(None, POINTER(DecoderStruct), POINTER(BatchStruct), _P, _I, _P, _P, _P),
+        ),
+        ("linear", CFUNCTYPE(None, _I, POINTER(LinearStruct), _P, _I, _P)),
+        ("rms_norm", CFUNCTYPE(None, _P, _I, _I, _P, _F, _P)),
+        ("gated", CFUNCTYPE(None, _I, _P, _I, _I, _P)),
+        ("attend", CFUNCTYPE(None, _I, POINTER(AttentionStruct), POINTER(SequencesStruct), _P, _P)),
+        ("rotate", CFUNCTYPE(None, _P, _I, _I, _I, _I, _P, _P, _P)),
+        ("write_kv", CFUNCTYPE(None, _I, POINTER(AttentionStruct), POINTER(SequencesStruct), _P, _P)),
+        ("argmax", CFUNCTYPE(None, _P, _I, _I, _P)),
+    ]
+
+
+def library_path() -> Path | None:
+    """The shared library that the package's build made, or None where it could not (no compiler)."""
+    path = Path(__file__).with_name(f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}")
+    return path if path.is_file() else None
+
+
+@functools.cache
+def _library() -> Any:
+    path = library_path()
+    if path is None:
+        return None
+    library = ctypes.CDLL(str(path))
+    library.baton_kernels_named.argtypes = [c_char_p]
+    library.baton_kernels_named.restype = POINTER(KernelsStruct)
+    library.baton_team_create.argtypes = [c_int32]
+    library.baton_team_create.restype = c_void_p
+    library.baton_team_destroy.argtypes = [c_void_p]
+    return library
+
+
+@functools.cache
+def kernels(instruction_set: str | None = None) -> Any | None:
+    """The kernels of `instruction_set`, by default the fastest that this CPU has; None: not built, or not here."""
+    library = _library()
+    if library is None:
+        return None
+    for name in INSTRUCTION_SETS if instruction_set is None else (instruction_set,):
+        table = library.baton_kernels_named(name.encode())
+        if table:
+            return table.contents
+    return None
+
+
+class Team:
+    """Compute threads for `KernelsStruct.forward`; they inherit the CPU affinity of the thread that makes them."""
+
+    def __init__(self, num_threads: int):
+        self.num_threads = num_threads
+        self.handle: int | None = _library().baton_team_create(num_threads)
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            _library().baton_team_destroy(handle)
+
+    def __del__(self) -> None:
+        self.close()
