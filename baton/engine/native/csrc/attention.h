@@ -49,26 +49,23 @@ INLINE void transpose16(const uint32_t* const* rows, int at, uint32_t* out, int 
   }
 }
 #elif defined(BATON_AVX2)
+// Halves of rows i and i + 4 are joined as they are loaded: crossing lanes later costs more.
+INLINE __m256 two_halves(const uint32_t* low, const uint32_t* high) {
+  return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps((const float*)low)),
+                              _mm_loadu_ps((const float*)high), 1);
+}
 INLINE void transpose8(const uint32_t* const* rows, int at, uint32_t* out, int ldo) {
-  __m256 r[8], t[8];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps((const float*)(rows[i] + at));
-#pragma GCC unroll 8
-  for (int i = 0; i < 4; i++) {
-    t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
-    t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
-  }
-#pragma GCC unroll 8
-  for (int i = 0; i < 2; i++) {
-    r[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
-    r[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
-    r[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
-    r[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
-  }
-#pragma GCC unroll 8
-  for (int c = 0; c < 4; c++) {
-    _mm256_storeu_ps((float*)(out + c * ldo), _mm256_permute2f128_ps(r[c], r[4 + c], 0x20));
-    _mm256_storeu_ps((float*)(out + (c + 4) * ldo), _mm256_permute2f128_ps(r[c], r[4 + c], 0x31));
+#pragma GCC unroll 2
+  for (int c = 0; c < 8; c += 4) {
+    __m256 r0 = two_halves(rows[0] + at + c, rows[4] + at + c), r1 = two_halves(rows[1] + at + c, rows[5] + at + c);
+    __m256 r2 = two_halves(rows[2] + at + c, rows[6] + at + c), r3 = two_halves(rows[3] + at + c, rows[7] + at + c);
+    __m256 a = _mm256_unpacklo_ps(r0, r1), b = _mm256_unpackhi_ps(r0, r1);
+    __m256 d = _mm256_unpacklo_ps(r2, r3), e = _mm256_unpackhi_ps(r2, r3);
+    float* to = (float*)(out + c * ldo);
+    _mm256_storeu_ps(to, _mm256_shuffle_ps(a, d, 0x44));
+    _mm256_storeu_ps(to + ldo, _mm256_shuffle_ps(a, d, 0xee));
+    _mm256_storeu_ps(to + 2 * ldo, _mm256_shuffle_ps(b, e, 0x44));
+    _mm256_storeu_ps(to + 3 * ldo, _mm256_shuffle_ps(b, e, 0xee));
   }
 }
 #endif
@@ -123,6 +120,39 @@ INLINE Weigh<T> weigh_in(int rows, std::integer_sequence<int, M...>) {
   return all_rows[rows - 1];
 }
 
+// Where a position's key, or value, of one head is.
+INLINE int64_t pool_offset(const baton_attention& a, const int32_t* table, int position, int head) {
+  return table[position / a.block_size] * a.block_stride +
+         ((int64_t)head * a.block_size + position % a.block_size) * a.head_dim;
+}
+
+// Keys and values of one tile; `count` of them, the other keys are zeros.
+template <class T>
+struct TokenTile {
+  const T *keys[TOKENS], *values[TOKENS];
+  int count;
+
+  void find(const baton_attention& a, const int32_t* table, int base, int end, int head, const T* zeros) {
+    count = imin(TOKENS, end - base);
+    int block = base / a.block_size, offset = base % a.block_size;
+    int64_t at = count > 0 ? pool_offset(a, table, base, head) : 0;
+    for (int j = 0; j < TOKENS; j++) {
+      keys[j] = j < count ? (const T*)a.keys + at : zeros;
+      values[j] = (const T*)a.values + at;
+      at += a.head_dim;
+      if (++offset == a.block_size && j + 1 < count) {
+        offset = 0;
+        at = table[++block] * a.block_stride + (int64_t)head * a.block_size * a.head_dim;
+      }
+    }
+  }
+};
+
+template <class T>
+INLINE void prefetch_row(const T* row, int size) {
+  for (int i = 0; i < size * (int)sizeof(T); i += 64) prefetch((const char*)row + i);
+}
+
 // One unit: rows [first, last) of a sequence and the query heads that share key head `head`.
 // query and out: [rows, heads, head_dim], at the sequence's first row.
 template <class W>
@@ -151,20 +181,15 @@ static void attend_unit(const baton_attention& a, const int32_t* table, int star
   }
   const int end = start + last;  // positions [.., end)
   const int oldest = a.window ? imax(0, start + first - a.window + 1) : 0;
-  for (int base = oldest / TOKENS * TOKENS; base < end; base += TOKENS) {
-    const int count = imin(TOKENS, end - base);
-    const T *k[TOKENS], *v[TOKENS];
-    for (int j = 0; j < TOKENS; j++) {
-      if (j >= count) {
-        k[j] = (const T*)zeros;
-        continue;
-      }
-      int position = base + j;
-      int64_t at = table[position / a.block_size] * a.block_stride +
-                   ((int64_t)head * a.block_size + position % a.block_size) * size;
-      k[j] = (const T*)a.keys + at;
-      v[j] = (const T*)a.values + at;
-    }
+  const bool scattered = n <= 2 * WEIGH_ROWS;  // few rows: memory decides, and blocks lie anywhere
+  TokenTile<T> tiles[2];
+  int base = oldest / TOKENS * TOKENS;
+  tiles[0].find(a, table, base, end, head, (const T*)zeros);
+  for (int now = 0; base < end; base += TOKENS, now ^= 1) {
+    const TokenTile<T>& tile = tiles[now];
+    TokenTile<T>& next = tiles[now ^ 1];
+    next.find(a, table, base + TOKENS, end, head, (const T*)zeros);
+    const int count = tile.count;
     for (int i = 0; i < n; i++) {
       int position = start + first + i / group;
       from[i] = a.window ? imax(0, position - a.window + 1 - base) : 0;
@@ -172,7 +197,12 @@ static void attend_unit(const baton_attention& a, const int32_t* table, int star
       if (from[i] >= to[i]) from[i] = to[i] = 0;
     }
     for (int sub = 0; sub < count; sub += NR) {
-      transpose((const uint32_t* const*)(k + sub), size * (int)sizeof(T) / 4, keys);
+      if (scattered)
+        for (int j = sub; j < sub + NR; j++) {
+          if (j < count) prefetch_row(tile.values[j], size);
+          if (j < next.count) prefetch_row(next.keys[j], size);
+        }
+      transpose((const uint32_t* const*)(tile.keys + sub), size * (int)sizeof(T) / 4, keys);
       for (int i = 0, m; i < n; i += m) {
         m = next_rows<W>(n - i);
         int furthest = 0;  // not the last vector's: a window may have left this tile behind
@@ -194,20 +224,20 @@ static void attend_unit(const baton_attention& a, const int32_t* table, int star
       for (int j = hi; j < used; j++) s[j] = -INFINITY;
       V most = all(-INFINITY);
       for (int j = 0; j < used; j += VL) most = vmax(most, load(s + j));
-      const float before = top[i], now = before > largest(most) ? before : largest(most);
+      const float before = top[i], after = before > largest(most) ? before : largest(most);
       V sums = zero();
       for (int j = 0; j < used; j += VL) {
-        V x = exp(sub(load(s + j), all(now)));
+        V x = exp(sub(load(s + j), all(after)));
         store(s + j, x);
         sums = add(sums, x);
       }
-      if (now != before) {
+      if (after != before) {
         float factor[VL];
-        store(factor, exp(all(before - now)));
+        store(factor, exp(all(before - after)));
         total[i] *= factor[0];
         V f = all(factor[0]);
         for (int d = 0; d < size; d += VL) store(o + i * ld + d, mul(load(o + i * ld + d), f));
-        top[i] = now;
+        top[i] = after;
       }
       total[i] += sum(sums);
     }
@@ -217,8 +247,8 @@ static void attend_unit(const baton_attention& a, const int32_t* table, int star
       for (int r = i; r < i + m; r++)
         if (from[r] < to[r]) lo = imin(lo, from[r]), hi = imax(hi, to[r]);
       if (lo < hi)
-        weigh_in<T>(m, std::make_integer_sequence<int, WEIGH_ROWS>())(scores + (int64_t)i * TOKENS, v, lo, hi,
-                                                                      o + i * ld, ld, size);
+        weigh_in<T>(m, std::make_integer_sequence<int, WEIGH_ROWS>())(scores + (int64_t)i * TOKENS, tile.values, lo,
+                                                                      hi, o + i * ld, ld, size);
     }
   }
   for (int i = 0; i < n; i++) {

@@ -37,12 +37,6 @@ INLINE void copy_row(const float* x, int size, T* out) {
   for (int i = 0; i < size; i += VL) store_upto(out + i, load_upto(x + i, size - i), size - i);
 }
 
-// Where each row's key and value go.
-INLINE int64_t pool_offset(const baton_attention& a, const int32_t* table, int position, int head) {
-  return table[position / a.block_size] * a.block_stride +
-         ((int64_t)head * a.block_size + position % a.block_size) * a.head_dim;
-}
-
 // Rows and columns are shared out in even, contiguous parts.
 INLINE int share(int count, int thread, int threads) { return (int)((int64_t)count * thread / threads); }
 

@@ -102,26 +102,55 @@ INLINE Tile<W> tile_of(int rows) {
   return tile_in<W>(rows, std::make_integer_sequence<int, TileRows<W>::value>());
 }
 
+// A bfloat16 panel as a float32 one.
+INLINE void widen(const bf16* w, int ins, float* wide) {
+  for (int k = 0; k < ins; k += 2, w += 2 * NR, wide += 2 * NR) {
+    store(wide, evens(w)), store(wide + VL, evens(w + NR));
+    store(wide + NR, odds(w)), store(wide + NR + VL, odds(w + NR));
+  }
+}
+
 // Rows of the next tile out of `left`: evenly sized tiles rather than full ones and a rest.
 template <class W>
 INLINE int next_rows(int left) {
   return ceil_div(left, ceil_div(left, TileRows<W>::value));
 }
 
-// Calls visit(row, rows, panel, weights of the panel) for all rows and panels [first, last). Rows are taken in blocks
-// whose inputs stay in the second-level cache while all panels pass by.
+constexpr int WIDENED = 64 << 10;  // floats of a bfloat16 panel in float32
+
+// Calls visit(row, rows, panel, multiply) for all rows and panels [first, last), where multiply(shift, out) puts the
+// product of these rows with the panel `shift` panels further into out [rows][NR]. Rows are taken in blocks whose inputs
+// stay in the second-level cache while all panels pass by.
 template <class W, class Visit>
-INLINE void each_tile(int rows, const void* weight, int ins, int first, int last, Visit visit) {
+static inline void each_tile(const typename W::Input* x, int64_t ldx, int rows, const void* weight, int ins, int first,
+                             int last, int num_shifts, int shift, Visit visit) {
+  typedef typename W::Stored T;
   constexpr int most = TileRows<W>::value;
   int fit = (256 << 10) / imax(1, ins * (int)sizeof(typename W::Input));
   int block = imax(1, fit / most) * most;
   for (int begin = 0; begin < rows; begin += block) {
     int end = imin(begin + block, rows);
     for (int p = first; p < last; p++) {
-      const typename W::Stored* w = (const typename W::Stored*)weight + p * panel_size(ins);
+      const T* w = (const T*)weight + p * panel_size(ins);
+      if constexpr (sizeof(T) == 2 && sizeof(typename W::Input) == 4) {
+        // Bits are moved to make float32 of bfloat16: for many rows do it once, the sums stay the same.
+        if (end - begin > 2 * most && num_shifts * panel_size(ins) <= WIDENED) {
+          alignas(64) float wide[WIDENED];
+          for (int s = 0; s < num_shifts; s++) widen(w + s * shift * panel_size(ins), ins, wide + s * panel_size(ins));
+          for (int row = begin, n; row < end; row += n) {
+            n = next_rows<Float32>(end - row);
+            visit(row, n, p, [&](int s, float* y) {
+              tile_of<Float32>(n)(x + row * ldx, ldx, wide + s * panel_size(ins), ins + (ins & 1), y, NR);
+            });
+          }
+          continue;
+        }
+      }
       for (int row = begin, n; row < end; row += n) {
         n = next_rows<W>(end - row);
-        visit(row, n, p, w);
+        visit(row, n, p, [&](int s, float* y) {
+          tile_of<W>(n)(x + row * ldx, ldx, w + s * shift * panel_size(ins), ins, y, NR);
+        });
       }
     }
   }
@@ -131,10 +160,10 @@ INLINE void each_tile(int rows, const void* weight, int ins, int first, int last
 template <class W, bool ADD>
 static void product(const typename W::Input* x, int64_t ldx, int rows, const baton_linear& linear, int first, int last,
                     float* out, int64_t ldo) {
-  each_tile<W>(rows, linear.weight, linear.ins, first, last,
-               [&](int row, int n, int p, const typename W::Stored* w) {
-                 alignas(64) float y[TileRows<W>::value * NR];
-                 tile_of<W>(n)(x + row * ldx, ldx, w, linear.ins, y, NR);
+  each_tile<W>(x, ldx, rows, linear.weight, linear.ins, first, last, 1, 0,
+               [&](int row, int n, int p, auto multiply) {
+                 alignas(64) float y[TileRows<Float32>::value * NR];
+                 multiply(0, y);
                  int columns = imin(NR, linear.outs - p * NR);
                  for (int m = 0; m < n; m++) {
                    float* to = out + (row + m) * ldo + (int64_t)p * NR;
@@ -161,12 +190,11 @@ template <class W>
 static void gated_product(const typename W::Input* x, int64_t ldx, int rows, const baton_linear& linear, int activation,
                           int first, int last, typename W::Input* out, int64_t ldo) {
   int size = linear.outs / 2;
-  int64_t to_up = (int64_t)(size / NR) * panel_size(linear.ins);
-  each_tile<W>(rows, linear.weight, linear.ins, first, last,
-               [&](int row, int n, int p, const typename W::Stored* w) {
-                 alignas(64) float gate[TileRows<W>::value * NR], up[TileRows<W>::value * NR];
-                 tile_of<W>(n)(x + row * ldx, ldx, w, linear.ins, gate, NR);
-                 tile_of<W>(n)(x + row * ldx, ldx, w + to_up, linear.ins, up, NR);
+  each_tile<W>(x, ldx, rows, linear.weight, linear.ins, first, last, 2, size / NR,
+               [&](int row, int n, int p, auto multiply) {
+                 alignas(64) float gate[TileRows<Float32>::value * NR], up[TileRows<Float32>::value * NR];
+                 multiply(0, gate);
+                 multiply(1, up);
                  for (int m = 0; m < n; m++)
                    for (int c = 0; c < NR; c += VL) {
                      V g = load(gate + m * NR + c), u = load(up + m * NR + c);
