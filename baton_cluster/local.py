@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 
 import zmq
 
@@ -23,9 +24,19 @@ from router.server import RouterServer
 
 
 class LocalCluster(Cluster):
-    """Starts in its constructor; raises what the first failing part raises, and leaves nothing behind."""
+    """Starts in its constructor; raises what the first failing part raises, and leaves nothing behind.
 
-    def __init__(self, config: ClusterConfig, *, progress: Progress = no_progress):
+    `cores`: worker id -> the CPU cores that its threads are pinned to, and as many compute threads; who is not named
+    runs anywhere.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        *,
+        cores: Mapping[str, tuple[int, ...]] | None = None,
+        progress: Progress = no_progress,
+    ):
         self.config = config
         self.warnings: list[str] = []
         self.workers: dict[str, EngineWorker] = {}
@@ -48,6 +59,7 @@ class LocalCluster(Cluster):
                     router_address=back,
                     context=self._context,
                     transport=transport,
+                    cores=(cores or {}).get(spec.worker_id),
                     node=platform.node(),
                     pid=os.getpid(),
                 )
