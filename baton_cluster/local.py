@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import zmq
 
 from baton.config import ClusterConfig
-from baton.engine.runner import build_runner
+from baton.engine.build import build_runner
 from baton.engine.weights import resolve_model
 from baton.worker import EngineWorker
 from baton_cluster.build import build_worker
@@ -52,6 +52,7 @@ class LocalCluster(Cluster):
                 progress(f"starting {spec.worker_id}")
                 built = build_runner(config, config.pools[spec.pool], model=model)
                 model = built.runner.model
+                progress(f"{spec.worker_id}: {built.memory}")
                 self.workers[spec.worker_id] = build_worker(
                     config,
                     spec,

@@ -126,7 +126,9 @@ class RayCluster(Cluster):
                 slot.host = place["node_ip"]
         self._progress("loading the model")
         start_router = self._router.start.remote(self._model_path, self._router_host)
-        (self.address, self._back), *_ = self._get([start_router, *(s.actor.load.remote(s.cores) for s in slots)])
+        (self.address, self._back), *memory = self._get([start_router, *(s.actor.load.remote(s.cores) for s in slots)])
+        for slot, plan in zip(slots, memory, strict=True):
+            self._progress(f"{slot.spec.worker_id}: {plan}")
         self._progress("joining")
         infos = self._get([self._join(slot) for slot in slots])
         for slot, info in zip(slots, infos, strict=True):

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.config import ClusterConfig
+from baton.engine.memory import DEFAULT_KV_MIB
 from baton.errors import ClusterError, ConfigError
 from baton.layout import KVLayout
 from baton.protocol import (
@@ -289,7 +290,7 @@ class SimulatedCluster:
 
     def _start_worker(self, spec: WorkerSpec, life: int) -> None:
         pool = self.config.pools[spec.pool]
-        num_blocks = pool.kv_blocks or (pool.kv_memory_mib << 20) // self._layout.block_bytes
+        num_blocks = pool.kv_blocks or ((pool.kv_memory_mib or DEFAULT_KV_MIB) << 20) // self._layout.block_bytes
         limit = self.config.model.max_model_len or self._max_model_len
         info = WorkerInfo(
             worker_id=spec.worker_id,

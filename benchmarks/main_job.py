@@ -27,7 +27,7 @@ from baton.config import ClusterConfig, parse_config
 from baton.engine.core import EngineCore
 from baton.engine.policy import POLICIES
 from baton.engine.request import EngineRequest
-from baton.engine.runner import BuiltRunner, build_runner
+from baton.engine.build import BuiltRunner, build_runner
 from baton.protocol import RequestKey, SamplingParams
 from baton.timeline import Stage
 from baton_cluster.ray_cluster import RayCluster
@@ -139,7 +139,8 @@ def request_figures(config: ClusterConfig, repeats: int, progress: Any) -> dict[
         for repeat in range(-1, repeats):  # the first round warms up and is not kept
             for (placement, size), kept in samples.items():
                 progress(f"round {repeat + 1}/{repeats}: {placement}, prompt of {size}")
-                prompt = [100 + (repeat * 7919 + i * 31) % 40_000 for i in range(size)]
+                # The prompts of no two sizes or rounds begin alike, or the prefix cache would answer.
+                prompt = [100 + (repeat * 7919 + size * 13 + i * 31) % 40_000 for i in range(size)]
                 done = clients[placement].generate(prompt, max_tokens=16, ignore_eos=True)
                 if repeat >= 0:
                     times = done.token_times

@@ -6,7 +6,7 @@ safetensors into the tensors they stay in: q, k, v are fused, so are gate and up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,20 +14,8 @@ import torch
 from baton.engine.model_spec import ModelSpec
 from baton.errors import ModelError
 
-_FUSED = {
-    "self_attn.q_proj": ("qkv", 0),
-    "self_attn.k_proj": ("qkv", 1),
-    "self_attn.v_proj": ("qkv", 2),
-    "self_attn.o_proj": ("out", 0),
-    "self_attn.q_norm": ("query_norm", 0),
-    "self_attn.k_norm": ("key_norm", 0),
-    "mlp.gate_proj": ("gate_up", 0),
-    "mlp.up_proj": ("gate_up", 1),
-    "mlp.down_proj": ("down", 0),
-    "input_layernorm": ("attention_norm", 0),
-    "post_attention_layernorm": ("mlp_norm", 0),
-}
-"""Hugging Face's module -> the layer's tensor, if the model has it, and which of its parts."""
+_FUSED_IN_FILE = ("Phi3ForCausalLM",)
+"""Architectures whose checkpoints hold one matrix for q, k and v, and one for gate and up."""
 
 _ROTARY_BUFFER = "rotary_emb.inv_freq"
 """Stored by old checkpoints; computed from the config here."""
@@ -48,26 +36,42 @@ class Layer:
     """One decoder layer; `None`: the model has no such part."""
 
     attention_norm: torch.Tensor
+    """`[hidden]`, as all norms of a layer but the two below."""
     qkv: Linear
     """Outputs: all query heads, all key heads, all value heads."""
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
     """`[head_dim]` each."""
     out: Linear
+    post_attention_norm: torch.Tensor | None
+    """Of attention's output, before it is added to the residual."""
     mlp_norm: torch.Tensor
     gate_up: Linear
+    """Outputs: all of the gate, all of up."""
     down: Linear
+    post_mlp_norm: torch.Tensor | None
+    """Of the MLP's output, before it is added to the residual."""
 
 
 @dataclass
 class DecoderWeights:
-    """All weights of a decoder."""
+    """All weights of a decoder. Norms are float32, the model's `norm_offset` added; all else has the model's dtype."""
 
     embed: torch.Tensor
     """`[vocab, hidden]`; with tied embeddings it is also `lm_head.weight`, packed or not."""
     layers: list[Layer]
     norm: torch.Tensor
     lm_head: Linear
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all tensors; tied ones count once."""
+        found = {id(t): t.nbytes for t in (self.embed, self.norm, self.lm_head.weight)}
+        for layer in self.layers:
+            for part in vars(layer).values():
+                tensors = (part.weight, part.bias) if isinstance(part, Linear) else (part,)
+                found |= {id(t): t.nbytes for t in tensors if t is not None}
+        return sum(found.values())
 
 
 Pack = Callable[[torch.Tensor], torch.Tensor]
@@ -132,8 +136,13 @@ class _Loader:
         slot = whole[outs]
         if slot.shape != tensor.shape:
             raise ModelError(f"{name} has shape {list(tensor.shape)}; its config.json says {list(slot.shape)}")
+        if isinstance(target, torch.Tensor):
+            # A stored weight has the model's dtype, as in transformers; the sum with the offset would not fit into it.
+            slot.copy_(tensor.to(self._dtype))
+            slot.add_(self._spec.norm_offset)
+            return
         slot.copy_(tensor)
-        if isinstance(target, Linear) and part == "weight" and id(target) in self._missing:
+        if part == "weight" and id(target) in self._missing:
             self._missing[id(target)] -= 1
             if self._pack is not None and not self._missing[id(target)]:
                 target.weight = self._pack(target.weight)
@@ -144,23 +153,31 @@ class _Loader:
         prefix = f"model.layers.{index}"
         hidden = spec.hidden_size
 
-        def linear(name: str, outs: list[int], ins: int, bias: bool) -> Linear:
-            modules = [m for m, (target, _) in _FUSED.items() if target == name]
+        def linear(modules: Sequence[str], outs: list[int], ins: int, bias: bool) -> Linear:
+            if len(modules) < len(outs):
+                outs = [sum(outs)]
             return self._linear([f"{prefix}.{m}" for m in modules], outs, ins, bias)
 
-        def norm(name: str, size: int) -> torch.Tensor:
-            (module,) = [m for m, (target, _) in _FUSED.items() if target == name]
+        def norm(module: str, size: int) -> torch.Tensor:
             return self._norm(f"{prefix}.{module}", size)
 
+        qkv, gate_up = ["self_attn.qkv_proj"], ["mlp.gate_up_proj"]
+        if spec.architecture not in _FUSED_IN_FILE:
+            qkv = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
+            gate_up = ["mlp.gate_proj", "mlp.up_proj"]
+        # With norms on both sides, `post_attention_layernorm` is what its name says; else it comes before the MLP.
+        post = spec.post_norms
         return Layer(
-            attention_norm=norm("attention_norm", hidden),
-            qkv=linear("qkv", [queries, keys, keys], hidden, spec.qkv_bias),
-            query_norm=norm("query_norm", spec.head_dim) if spec.qk_norm else None,
-            key_norm=norm("key_norm", spec.head_dim) if spec.qk_norm else None,
-            out=linear("out", [hidden], queries, spec.out_bias),
-            mlp_norm=norm("mlp_norm", hidden),
-            gate_up=linear("gate_up", [spec.intermediate_size] * 2, hidden, spec.mlp_bias),
-            down=linear("down", [hidden], spec.intermediate_size, spec.mlp_bias),
+            attention_norm=norm("input_layernorm", hidden),
+            qkv=linear(qkv, [queries, keys, keys], hidden, spec.qkv_bias),
+            query_norm=norm("self_attn.q_norm", spec.head_dim) if spec.qk_norm else None,
+            key_norm=norm("self_attn.k_norm", spec.head_dim) if spec.qk_norm else None,
+            out=linear(["self_attn.o_proj"], [hidden], queries, spec.out_bias),
+            post_attention_norm=norm("post_attention_layernorm", hidden) if post else None,
+            mlp_norm=norm("pre_feedforward_layernorm" if post else "post_attention_layernorm", hidden),
+            gate_up=linear(gate_up, [spec.intermediate_size] * 2, hidden, spec.mlp_bias),
+            down=linear(["mlp.down_proj"], [hidden], spec.intermediate_size, spec.mlp_bias),
+            post_mlp_norm=norm("post_feedforward_layernorm", hidden) if post else None,
         )
 
     def _linear(self, modules: list[str], outs: list[int], ins: int, bias: bool = False) -> Linear:
@@ -177,7 +194,7 @@ class _Loader:
         return linear
 
     def _norm(self, module: str, size: int) -> torch.Tensor:
-        norm = self._empty(size)
+        norm = torch.empty(size, dtype=torch.float32, device=self._device)
         self._slots[f"{module}.weight"] = (norm, slice(None), "weight")
         return norm
 

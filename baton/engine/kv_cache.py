@@ -67,6 +67,10 @@ class KVCache:
         for block_id in block_ids:
             self._bytes[block_id].zero_()
 
+    def copy(self, source: int, target: int) -> None:
+        """Give block `target` what block `source` holds, all layers."""
+        self._bytes[target].copy_(self._bytes[source])
+
 
 def _zeros(size: int, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
@@ -74,8 +78,3 @@ def _zeros(size: int, device: torch.device) -> torch.Tensor:
     # numpy's zeros are pages that nothing has touched, torch's are written: memory is used as blocks are.
     raw = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
     return torch.from_numpy(raw[-raw.ctypes.data % _ALIGNMENT :][:size])
-
-
-def num_blocks_in(memory_mib: int, layout: KVLayout) -> int:
-    """How many blocks of `layout` fit into `memory_mib` MiB (0 if not even one)."""
-    return (memory_mib << 20) // layout.block_bytes

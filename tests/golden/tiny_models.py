@@ -1,28 +1,37 @@
-"""Tiny seeded models made by transformers, of every architecture, and a loop that drives our runner by hand."""
+"""Tiny seeded models made by transformers, a loop that drives our runner by hand, and the comparison of both."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedModel
 
 from baton.engine.attention import attention_backend
 from baton.engine.kv_cache import KVCache
-from baton.engine.model import DecoderModel
-from baton.engine.model_spec import load_model_config
+from baton.engine.model import DecoderModel, Model
+from baton.engine.model_spec import ModelSpec, load_spec
 from baton.engine.request import EngineRequest, StepItem, StepPlan
 from baton.engine.runner import ModelRunner
+from baton.engine.transformers_model import TransformersModel
 from baton.engine.weights import iter_weights
 from baton.protocol import RequestKey, SamplingParams
 
 VOCAB = 211
+TIE = 2e-5
+"""Logits this close are equal: several times the rounding error measured against float64 (5e-6)."""
 
 
 def make_tiny_model(
     folder: Path, architecture: str = "LlamaForCausalLM", *, max_shard_size: str = "1GB", **changes: Any
-) -> transformers.PreTrainedModel:
+) -> PreTrainedModel:
     """Save a random model of two layers and return it. `changes` override its config."""
     torch.manual_seed(7)
     model_class = getattr(transformers, architecture)
@@ -36,18 +45,42 @@ def make_tiny_model(
         "head_dim": 8,
         "max_position_embeddings": 512,
         "initializer_range": 0.3,  # logits far enough apart that rounding does not decide
+        "pad_token_id": 0,  # some architectures' own is beyond our vocabulary
     }
-    model: transformers.PreTrainedModel = model_class(model_class.config_class(**(settings | changes))).eval()
+    model: PreTrainedModel = model_class(model_class.config_class(**(settings | changes))).eval()
+    neutral = 0.0 if "Gemma" in architecture else 1.0  # Gemma adds 1
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
-            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)  # not their neutral values
+            torch.nn.init.normal_(parameter, mean=neutral * ("norm" in name), std=0.2)  # not their neutral values
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
 
 
-def load_runner(folder: Path, *, block_size: int = 16, num_blocks: int = 200, dtype: str = "float32") -> ModelRunner:
-    spec = load_model_config(folder)
-    model = DecoderModel(spec, iter_weights(folder), attention_backend("torch", torch.device("cpu")), dtype=dtype)
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer of one word per token id."""
+    words = {f"w{i}": i for i in range(VOCAB)}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), unk_token="w0"
+    )
+    tokenizer.save_pretrained(folder)
+
+
+def load_runner(
+    folder: Path,
+    *,
+    block_size: int = 16,
+    num_blocks: int = 200,
+    dtype: str = "float32",
+    max_model_len: int | None = None,
+    impl: str = "auto",
+) -> ModelRunner:
+    spec = load_spec(folder, impl, max_model_len)
+    attention = attention_backend("torch", torch.device("cpu"))
+    model: Model
+    if isinstance(spec, ModelSpec):
+        model = DecoderModel(spec, iter_weights(folder), attention, dtype=dtype)
+    else:
+        model = TransformersModel(spec, folder, attention, dtype=dtype)
     cache = KVCache(spec.kv_layout(block_size, dtype), num_blocks)
     return ModelRunner(model, cache)
 
@@ -86,3 +119,41 @@ class Driver:
     def decode(self, requests: list[EngineRequest], steps: int) -> None:
         for _ in range(steps):
             self.step([(request, 1) for request in requests])
+
+
+def prompt_of(length: int) -> list[int]:
+    rng = random.Random(length)
+    return [rng.randrange(3, VOCAB) for _ in range(length)]
+
+
+@torch.inference_mode()
+def assert_greedy(model: PreTrainedModel, tokens: list[int], num_prompt: int) -> None:
+    """Each token after the prompt is Hugging Face's most probable one given those before it, or ties with it.
+
+    One pass over the whole sequence. Where two logits agree to float32's last digits either may win: the
+    order of sums decides.
+    """
+    logits = model(torch.tensor([tokens])).logits[0, num_prompt - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(tokens[num_prompt:])[:, None])[:, 0]
+    behind = logits.max(dim=-1).values - chosen
+    assert behind.max() <= TIE, f"new token {int(behind.argmax())} is {float(behind.max())} behind Hugging Face's"
+
+
+def serve_everything(driver: Driver, rng: random.Random, model: PreTrainedModel) -> None:
+    """Requests at all stages in the same steps: decodes, first chunks, later chunks, last chunks."""
+    requests = [driver.request(prompt_of(n)) for n in (1, 3, 16, 17, 40, 64, 65, 90)]
+    goal = {id(r): r.num_tokens + 6 for r in requests}
+    while live := [r for r in requests if r.num_tokens < goal[id(r)]]:
+        chosen = [r for r in live if rng.random() < 0.7] or live
+        driver.step([(r, min(rng.choice((1, 8, 30)), r.num_tokens - r.num_computed)) for r in chosen])
+    for request in requests:
+        assert_greedy(model, request.tokens, request.num_prompt)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small only lose by threads that wait for each other, seconds where other work shares the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

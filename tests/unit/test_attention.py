@@ -1,4 +1,4 @@
-"""The torch backend against attention written out densely, over every shape that matters."""
+"""Every backend that works here against attention written out densely, over every shape that matters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from baton.engine.attention import AttentionBatch, attention_backend
+from baton.engine.attention import AttentionBackend, AttentionBatch, AttentionKind, attention_backend
 from baton.engine.kv_cache import KVCache
 from baton.errors import ConfigError
 from baton.layout import KVLayout
@@ -26,20 +26,50 @@ MIXES: dict[str, list[Sequence]] = {
 }
 
 
-def dense(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int) -> torch.Tensor:
+PLAIN = AttentionKind(8**-0.5)
+KINDS: dict[str, AttentionKind] = {
+    "scale": AttentionKind(0.9),
+    "a window of itself": AttentionKind(0.5, window=1),
+    "window": AttentionKind(0.5, window=6),
+    "a window of a block": AttentionKind(0.5, window=16),
+    "a window longer than most": AttentionKind(0.5, window=19),
+    "a window longer than all": AttentionKind(0.5, window=1000),
+    "softcap": AttentionKind(1.0, softcap=1.5),
+    "softcap and window": AttentionKind(1.0, window=6, softcap=1.5),
+}
+
+
+def dense(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, kind: AttentionKind
+) -> torch.Tensor:
     """Rows `[n, heads, d]` over all keys `[tokens, kv_heads, d]`, one query and head at a time."""
     n, heads, d = query.shape
     out = torch.empty(n, heads, d)
     for i in range(n):
         for h in range(heads):
             kv = h // (heads // keys.shape[1])
-            weights = torch.softmax(keys[: start + i + 1, kv] @ query[i, h] / d**0.5, 0)
-            out[i, h] = weights @ values[: start + i + 1, kv]
+            end = start + i + 1
+            first = max(0, end - (kind.window or end))
+            scores = keys[first:end, kv] @ query[i, h] * kind.scale
+            if kind.softcap:
+                scores = kind.softcap * torch.tanh(scores / kind.softcap)
+            out[i, h] = torch.softmax(scores, 0) @ values[first:end, kv]
     return out.flatten(1)
+
+
+@pytest.fixture(autouse=True, params=["torch", "native"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which backend a `Scene` runs."""
+    try:
+        monkeypatch.setattr(Scene, "backend", attention_backend(request.param, torch.device("cpu")), raising=False)
+    except ConfigError as e:
+        pytest.skip(str(e))
 
 
 class Scene:
     """A pool with earlier tokens in it, everything else filled with `garbage`, and one step's rows."""
+
+    backend: AttentionBackend
 
     def __init__(self, mix: list[Sequence], kv_heads: int, group: int, block_size: int, garbage: float = 0.0):
         torch.manual_seed(len(mix) * 100 + kv_heads * 10 + block_size)
@@ -63,17 +93,16 @@ class Scene:
         block, offset = divmod(position, self.cache.layout.block_size)
         return self.cache.layer(layer)[kv][self.tables[i][block], :, offset]
 
-    def run(self) -> torch.Tensor:
-        backend = attention_backend("auto", torch.device("cpu"))
+    def run(self, kind: AttentionKind = PLAIN) -> torch.Tensor:
         batch = AttentionBatch([s for s, _ in self.mix], [n for _, n in self.mix], self.tables)
-        step = backend.prepare(batch, self.cache)
+        step = self.backend.prepare(batch, {PLAIN, *KINDS.values()}, self.cache)
         new = [torch.cat([x[s:] for x, (s, _) in zip(xs, self.mix, strict=True)]) for xs in (self.keys, self.values)]
-        return backend.attend(1, self.query, new[0], new[1], self.cache, step)
+        return self.backend.attend(1, kind, self.query, new[0], new[1], self.cache, step)
 
-    def expected(self) -> torch.Tensor:
+    def expected(self, kind: AttentionKind = PLAIN) -> torch.Tensor:
         rows = torch.split(self.query, [n for _, n in self.mix])
         each = zip(rows, self.keys, self.values, self.mix, strict=True)
-        return torch.cat([dense(q, k, v, start) for q, k, v, (start, _) in each])
+        return torch.cat([dense(q, k, v, start, kind) for q, k, v, (start, _) in each])
 
 
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES.keys())
@@ -82,6 +111,26 @@ class Scene:
 def test_equals_dense_attention(mix: list[Sequence], block_size: int, kv_heads: int, group: int) -> None:
     scene = Scene(mix, kv_heads, group, block_size)
     torch.testing.assert_close(scene.run(), scene.expected(), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES.keys())
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+@pytest.mark.parametrize(("block_size", "garbage"), [(1, 0.0), (5, float("nan")), (16, float("nan"))])
+def test_every_kind_equals_dense_attention(
+    mix: list[Sequence], kind: AttentionKind, block_size: int, garbage: float
+) -> None:
+    scene = Scene(mix, 2, 3, block_size, garbage)
+    torch.testing.assert_close(scene.run(kind), scene.expected(kind), atol=2e-6, rtol=1e-5)
+
+
+def test_a_window_reads_only_its_blocks() -> None:
+    """Blocks before it may hold anything."""
+    scene = Scene([(100, 1), (70, 9)], 2, 2, 4)
+    kind = KINDS["window"]
+    for i, (start, _) in enumerate(scene.mix):
+        for p in range((start - kind.window + 1) // 4 * 4):  # type: ignore[operator]
+            scene.where(i, p, 0)[:] = scene.where(i, p, 1)[:] = float("nan")
+    torch.testing.assert_close(scene.run(kind), scene.expected(kind), atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES.keys())

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from baton.engine.kv_cache import KVCache, num_blocks_in
+from baton.engine.kv_cache import KVCache
 from baton.errors import ConfigError
 from baton.layout import KVLayout
 
@@ -46,6 +46,15 @@ def test_starts_as_zeros_and_clears() -> None:
     assert cache.block(2).all()
 
 
+def test_copy() -> None:
+    cache = KVCache(LAYOUT, 3)
+    cache.block(0)[:] = 7
+    cache.copy(0, 2)
+    cache.block(0)[:] = 1
+    assert (cache.block(2) == 7).all()
+    assert not cache.block(1).any()
+
+
 @pytest.mark.parametrize("block_id", [-1, 3])
 def test_block_outside_the_pool(block_id: int) -> None:
     with pytest.raises(IndexError, match=f"block {block_id} is not in a pool of 3"):
@@ -57,8 +66,3 @@ def test_a_pool_needs_a_block_and_memory() -> None:
         KVCache(LAYOUT, 0)
     with pytest.raises(ConfigError, match="cannot be allocated"):
         KVCache(LAYOUT, 1 << 45)
-
-
-def test_num_blocks_in() -> None:
-    assert num_blocks_in(1, LAYOUT) == (1 << 20) // LAYOUT.block_bytes
-    assert num_blocks_in(1, KVLayout(80, 8, 256, 128, "float32")) == 0

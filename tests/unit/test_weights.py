@@ -14,12 +14,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from baton.config import parse_config
 from baton.engine import gguf_convert, weights
 from baton.engine.attention.torch_backend import TorchAttention
 from baton.engine.model import DecoderModel
 from baton.engine.model_spec import load_model_config, resolve_dtype
-from baton.engine.runner import BuiltRunner, build_runner
 from baton.engine.weights import fingerprint, iter_weights, resolve_model
 from baton.errors import ModelError
 
@@ -40,9 +38,28 @@ CONFIG = {
 MISTRAL: dict[str, Any] = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 QWEN2: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+SMOLLM3: dict[str, Any] = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "pad_token_id": 0}
+PHI3: dict[str, Any] = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "pad_token_id": 0}
+GEMMA: dict[str, Any] = {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}
+GEMMA2: dict[str, Any] = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
+GEMMA3: dict[str, Any] = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+IS_GEMMA = {"activation": "gelu_tanh", "norm_offset": 1.0, "embed_scale": 4.0, "attention_scale": 256**-0.5}
 WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 32}
-TRAITS = ("qkv_bias", "out_bias", "mlp_bias", "qk_norm", "sliding_window")
+PLAIN: dict[str, Any] = {
+    "qkv_bias": False, "out_bias": False, "mlp_bias": False, "qk_norm": False, "post_norms": False,
+    "activation": "silu", "norm_offset": 0.0, "embed_scale": 1.0, "attention_scale": 8**-0.5,
+    "attention_softcap": None, "logits_softcap": None, "layer_windows": (None,), "layer_ropes": (0,),
+}  # fmt: skip
 """The fields of `ModelSpec` in which architectures differ."""
+LONGROPE: dict[str, Any] = {
+    "original_max_position_embeddings": 32,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+    },
+}
 SHAPES = {
     "model.embed_tokens.weight": (32, 16),
     "model.norm.weight": (16,),
@@ -106,8 +123,8 @@ def test_spec_of_a_folder(tmp_path: Path) -> None:
     assert spec.eos_token_ids == (2, 9, 31)
     assert spec.stored_dtype == "bfloat16"
     assert spec.kv_layout(16, "bfloat16").block_bytes == 1 * 2 * 1 * 16 * 8 * 2
-    assert spec.rope_inv_freq[0] == 1.0
-    assert len(spec.rope_inv_freq) == 4
+    assert spec.ropes[0].inv_freq[0] == 1.0
+    assert len(spec.ropes[0].inv_freq) == 4
 
 
 @pytest.mark.parametrize(
@@ -117,20 +134,37 @@ def test_spec_of_a_folder(tmp_path: Path) -> None:
         ({"attention_bias": True, "mlp_bias": True}, {"qkv_bias": True, "out_bias": True, "mlp_bias": True}),
         (MISTRAL | {"sliding_window": None}, {}),
         (MISTRAL | {"sliding_window": None, "attention_bias": True}, {}),  # a key that Mistral does not know
-        (MISTRAL, {"sliding_window": 4096}),  # transformers' default
+        (MISTRAL, {"layer_windows": (4096,)}),  # transformers' default
         (QWEN2, {"qkv_bias": True}),
         (QWEN2 | {"sliding_window": 32}, {"qkv_bias": True}),
-        (QWEN2 | WINDOW | {"max_window_layers": 0}, {"qkv_bias": True, "sliding_window": 32}),
+        (QWEN2 | WINDOW | {"max_window_layers": 0}, {"qkv_bias": True, "layer_windows": (32,)}),
         (QWEN2 | WINDOW | {"max_window_layers": 1}, {"qkv_bias": True}),  # its one layer is below
-        (QWEN3, {"qk_norm": True}),
-        (QWEN3 | {"attention_bias": True}, {"qk_norm": True, "qkv_bias": True, "out_bias": True}),
-        (QWEN3 | WINDOW | {"max_window_layers": 0}, {"qk_norm": True, "sliding_window": 32}),
+        (QWEN3, {"qk_norm": True, "attention_scale": 128**-0.5}),  # head_dim does not follow from hidden_size
+        (
+            QWEN3 | {"attention_bias": True, "head_dim": 8},
+            {"qk_norm": True, "qkv_bias": True, "out_bias": True},
+        ),
+        (QWEN3 | WINDOW | {"max_window_layers": 0, "head_dim": 8}, {"qk_norm": True, "layer_windows": (32,)}),
+        (SMOLLM3, {}),
+        (SMOLLM3 | {"no_rope_layers": [0], "mlp_bias": True}, {"layer_ropes": (1,), "mlp_bias": True}),
+        (SMOLLM3 | WINDOW | {"no_rope_layers": [0]}, {"layer_ropes": (1,), "layer_windows": (32,)}),
+        (PHI3, {}),
+        (PHI3 | {"sliding_window": 32}, {"layer_windows": (32,)}),
+        (GEMMA, IS_GEMMA),
+        (GEMMA | {"hidden_act": "gelu", "head_dim": 4}, IS_GEMMA | {"attention_scale": 0.5}),
+        (
+            GEMMA2 | {"sliding_window": 32},
+            IS_GEMMA | {"post_norms": True, "attention_softcap": 50.0, "logits_softcap": 30.0, "layer_windows": (32,)},
+        ),
+        (
+            GEMMA3 | {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 9.0, "sliding_window": 32},
+            IS_GEMMA | {"post_norms": True, "qk_norm": True, "attention_scale": 0.25, "layer_windows": (32,)},
+        ),
     ],
 )
 def test_what_architectures_differ_in(tmp_path: Path, config: dict[str, Any], traits: dict[str, Any]) -> None:
     spec = load_model_config(write_model(tmp_path, **config))
-    assert {name: value for name in TRAITS if (value := getattr(spec, name))} == traits
-    assert spec.head_dim == (128 if spec.qk_norm else 8), "Qwen3's does not follow from hidden_size"
+    assert {name: getattr(spec, name) for name in PLAIN} == PLAIN | traits
 
 
 def test_rotary_keys_of_older_configs(tmp_path: Path) -> None:
@@ -139,22 +173,31 @@ def test_rotary_keys_of_older_configs(tmp_path: Path) -> None:
     new = QWEN2 | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, **yarn}}
     a = load_model_config(write_model(tmp_path / "old", **old))
     b = load_model_config(write_model(tmp_path / "new", **new))
-    assert (a.rope_inv_freq, a.rope_scaling) == (b.rope_inv_freq, b.rope_scaling)
-    assert a.rope_scaling > 1
+    assert a.ropes == b.ropes
+    assert a.ropes[0].scaling > 1
+    gemma = GEMMA3 | {"num_hidden_layers": 4, "sliding_window_pattern": 2, "sliding_window": 32, "head_dim": 8}
+    spec = load_model_config(
+        write_model(tmp_path / "gemma", **gemma, rope_theta=2e6, rope_local_base_freq=3e4, hidden_act="gelu")
+    )
+    assert [spec.ropes[i].inv_freq[1] for i in spec.layer_ropes] == pytest.approx([3e4**-0.25, 2e6**-0.25] * 2)
+    assert spec.layer_windows == (32, None, 32, None)
 
 
-def test_a_sliding_window_is_not_served_beyond_its_length(tmp_path: Path) -> None:
-    folder = write_model(tmp_path, **MISTRAL, sliding_window=32)
-
-    def build(**model: Any) -> BuiltRunner:
-        tree = {"model": {"source": str(folder), "dtype": "float32", **model}, "pools": {"both": {"kv_blocks": 100}}}
-        config = parse_config(tree)
-        return build_runner(config, config.pools["both"])
-
-    for limits in ({}, {"max_model_len": 33}):
-        with pytest.raises(ModelError, match=r"sliding window \(32 tokens\).* set model\.max_model_len to 32 or less"):
-            build(**limits)
-    assert build(max_model_len=32).max_model_len == 32
+def test_rotary_embeddings(tmp_path: Path) -> None:
+    layers: dict[str, Any] = {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    }
+    gemma = load_model_config(write_model(tmp_path / "gemma", **GEMMA3, **layers, head_dim=8))
+    assert gemma.layer_ropes == (1, 0, 1)
+    assert [rope.inv_freq[1] for rope in gemma.ropes] == pytest.approx([1e6**-0.25, 1e4**-0.25])
+    part = load_model_config(write_model(tmp_path / "part", **PHI3, partial_rotary_factor=0.5))
+    assert len(part.ropes[0].inv_freq) == 2
+    long = write_model(tmp_path / "long", **PHI3, **LONGROPE)
+    assert load_model_config(long, 32).ropes[0].inv_freq[0] == 1
+    for limit in (33, 64, None):
+        assert load_model_config(long, limit).ropes[0].inv_freq[0] == 0.5
+    assert load_model_config(long).ropes[0].scaling > 1
 
 
 def test_local_folder_is_itself(tmp_path: Path) -> None:
@@ -166,9 +209,8 @@ def test_local_folder_is_itself(tmp_path: Path) -> None:
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported; known: LlamaForCausalLM"),
         (
-            {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"},
-            "GemmaForCausalLM is not supported; known: "
-            "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
+            {"architectures": ["StableLmForCausalLM"], "model_type": "stablelm"},
+            "StableLmForCausalLM is not supported; known: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, ",
         ),
         ({"model_type": "mistral"}, "LlamaForCausalLM with model_type mistral"),
         (MISTRAL | {"layer_types": ["full_attention"]}, "MistralForCausalLM with model_type ministral"),
@@ -189,18 +231,10 @@ def test_local_folder_is_itself(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act gelu"),
         ({"vocab_size": "many"}, "config.json: "),
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "4 heads cannot share 3"),
-        (
-            {
-                "rope_parameters": {
-                    "rope_type": "longrope",
-                    "rope_theta": 1e4,
-                    "short_factor": [1.0] * 4,
-                    "long_factor": [1.0] * 4,
-                    "original_max_position_embeddings": 32,
-                }
-            },
-            "rope_type longrope",
-        ),
+        ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "rope_type proportional"),
+        (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (GEMMA2 | {"hidden_activation": "relu"}, "hidden_act relu"),
+        (GEMMA3 | {"layer_types": ["chunked_attention"]}, "layer_types chunked_attention"),
     ],
 )
 def test_models_that_are_not_supported(tmp_path: Path, change: dict[str, Any], words: str) -> None:

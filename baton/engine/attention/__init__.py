@@ -5,7 +5,7 @@ Knows token counts, block tables and tensors. Must not know requests, sampling o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,23 +27,45 @@ class AttentionBatch:
     """Block tables, long enough for `start + length` tokens; longer is fine."""
 
 
+@dataclass(frozen=True)
+class AttentionKind:
+    """How a layer attends. Layers of one model may differ in it."""
+
+    scale: float
+    """Factor on query times key."""
+    window: int | None = None
+    """Tokens to which a token attends, itself included; None: to all before it."""
+    softcap: float | None = None
+    """c: scaled scores become c * tanh(score / c), before the mask."""
+
+
 class AttentionBackend(Protocol):
     """Causal attention of packed rows over the pool, with grouped query heads.
 
-    `prepare` runs once per step and builds what all layers share, `attend` once per layer.
+    `prepare` runs once per step and builds what layers share, `attend` once per layer.
     """
 
-    def prepare(self, batch: AttentionBatch, kv_cache: KVCache) -> Any:
-        """The step's metadata, for `attend` only. May clear blocks that this step starts to fill."""
+    def prepare(self, batch: AttentionBatch, kinds: Collection[AttentionKind], kv_cache: KVCache) -> Any:
+        """The step's metadata, for `attend` only. May clear blocks that this step starts to fill.
+
+        `kinds`: all with which `attend` will be called in this step; the same for every step of a model.
+        """
         ...
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, step: Any
+        self,
+        layer: int,
+        kind: AttentionKind,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: KVCache,
+        step: Any,
     ) -> torch.Tensor:
         """Write `key` and `value` into the pool, then attend.
 
         query `[rows, heads, head_dim]`, key and value `[rows, kv_heads, head_dim]`, rotary embedding
-        applied. Returns `[rows, heads * head_dim]`. Scores are scaled by head_dim^-0.5.
+        applied. Returns `[rows, heads * head_dim]`.
         """
         ...
 
@@ -51,7 +73,15 @@ class AttentionBackend(Protocol):
 def attention_backend(name: str, device: torch.device) -> AttentionBackend:
     """The backend called `name`; `auto` takes the fastest that works on `device`. Raises ConfigError."""
     from baton.engine.attention.torch_backend import TorchAttention
+    from baton.engine.native.library import kernels
 
+    native = device.type == "cpu" and kernels() is not None
+    if name == "native" and not native:
+        raise ConfigError("engine.attention", "needs a CPU and a built library", value=name, allowed="auto, torch")
+    if name == "native" or (name == "auto" and native):
+        from baton.engine.attention.native_backend import NativeAttention
+
+        return NativeAttention()
     if name in ("auto", "torch"):
         return TorchAttention(device)
-    raise ConfigError("engine.attention", "is not known", value=name, allowed="auto, torch")
+    raise ConfigError("engine.attention", "is not known", value=name, allowed="auto, torch, native")

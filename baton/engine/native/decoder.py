@@ -8,6 +8,7 @@ logits do not depend on the batch, the chunks, the block table or the number of 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from ctypes import byref, c_void_p
 from typing import Any
@@ -20,6 +21,7 @@ from baton.engine.batch import Batch
 from baton.engine.decoder_weights import DecoderWeights, Linear, load_decoder
 from baton.engine.kv_cache import TORCH_DTYPES, KVCache
 from baton.engine.model_spec import ModelSpec
+from baton.engine.native import ops
 from baton.engine.native.library import (
     BatchStruct,
     DecoderStruct,
@@ -29,6 +31,7 @@ from baton.engine.native.library import (
     Team,
     kernels,
 )
+from baton.engine.native.tables import block_tables
 
 DTYPES = {"float32": 0, "bfloat16": 1}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
@@ -50,6 +53,35 @@ def unsupported(spec: ModelSpec, dtype: str, device: str) -> str | None:
     if len({len(rope.inv_freq) for rope in spec.ropes} - {0}) > 1:
         return "the model's rotary embeddings differ in size"
     return None
+
+
+class _PerThread(threading.local):
+    """What a forward needs for itself, one for each thread that calls: engine threads of one process share the model.
+
+    Given back when the thread ends, or the decoder goes.
+    """
+
+    def __init__(self) -> None:
+        self.team: Team | None = None
+        """None: the calling thread computes alone."""
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def num_threads(self) -> int:
+        return 1 if self.team is None else self.team.num_threads
+
+    def set_num_threads(self, num_threads: int) -> None:
+        if num_threads == self.num_threads:
+            return
+        if self.team is not None:
+            self.team.close()
+        self.team = Team(num_threads) if num_threads > 1 else None
+
+    def room_for(self, size: int) -> int:
+        """The address of at least `size` bytes, as they were left or uninitialized."""
+        if self._workspace.numel() < size:
+            self._workspace = torch.empty(size, dtype=torch.uint8)
+        return self._workspace.data_ptr()
 
 
 class NativeDecoder:
@@ -79,50 +111,55 @@ class NativeDecoder:
         self._kept: list[Any] = []
         """What the structs point to."""
         loaded = load_decoder(spec, weights, dtype=TORCH_DTYPES[dtype], device=self.device, pack=self._pack)
+        self._weight_bytes = loaded.num_bytes
         self._model = self._struct(loaded, TORCH_DTYPES[dtype])
         self._rotary_half = max(len(rope.inv_freq) for rope in spec.ropes)
         self._ropes = [(np.array(rope.inv_freq, dtype=np.float32), np.float32(rope.scaling)) for rope in spec.ropes]
-        self._team: Team | None = None
-        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._own = _PerThread()
 
     def set_num_threads(self, num_threads: int) -> None:
         """See `Model.set_num_threads`. The threads run on the calling thread's cores."""
         torch.set_num_threads(num_threads)  # the sampler's
-        if num_threads != (1 if self._team is None else self._team.num_threads):
-            if self._team is not None:
-                self._team.close()
-            self._team = Team(num_threads) if num_threads > 1 else None
-            self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._own.set_num_threads(num_threads)
+
+    @property
+    def weight_bytes(self) -> int:
+        """See `Model.weight_bytes`."""
+        return self._weight_bytes
+
+    def step_bytes(self, rows: int, logits_rows: int) -> int:
+        """See `Model.step_bytes`."""
+        workspace: int = self._kernels.workspace_bytes(byref(self._model), rows, 1)
+        return workspace + 2 * logits_rows * self.spec.vocab_size * 4
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> torch.Tensor:
         """See `Model.forward`."""
-        rows = len(batch.tokens)
+        rows, own = len(batch.tokens), self._own
         sequences, kept = sequences_struct(batch.sequences)
         cos, sin = self._rotations(batch)
         tokens, logits_rows = np.ascontiguousarray(batch.tokens), np.ascontiguousarray(batch.logits_rows)
         logits = torch.empty(len(logits_rows), self.spec.vocab_size)
         struct = BatchStruct(
-            sequences, rows, len(logits_rows), tokens.ctypes.data, logits_rows.ctypes.data, cos.ctypes.data, sin.ctypes.data
+            sequences,
+            rows,
+            len(logits_rows),
+            tokens.ctypes.data,
+            logits_rows.ctypes.data,
+            cos.ctypes.data,
+            sin.ctypes.data,
         )
-        team = self._team
+        needed = self._kernels.workspace_bytes(byref(self._model), rows, own.num_threads)
         self._kernels.forward(
             byref(self._model),
             byref(struct),
             kv_cache.tensor.data_ptr(),
             kv_cache.layout.block_size,
             logits.data_ptr(),
-            self._room_for(rows),
-            None if team is None else team.handle,
+            own.room_for(needed),
+            None if own.team is None else own.team.handle,
         )
         del kept  # until here the call reads it
         return logits
-
-    def _room_for(self, rows: int) -> int:
-        threads = 1 if self._team is None else self._team.num_threads
-        needed = self._kernels.workspace_bytes(byref(self._model), rows, threads)
-        if self._workspace.numel() < needed:
-            self._workspace = torch.empty(needed, dtype=torch.uint8)
-        return self._workspace.data_ptr()
 
     def _rotations(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Cosine and sine `[ropes, rows, rotary_dim / 2]`, float32; a rope without frequencies rotates by nothing."""
@@ -139,10 +176,7 @@ class NativeDecoder:
     # --- weights -----------------------------------------------------------------------------------
 
     def _pack(self, weight: torch.Tensor) -> torch.Tensor:
-        outs, ins = weight.shape
-        packed = aligned_bytes(self._kernels.packed_bytes(self._dtype, outs, ins))
-        self._kernels.pack(self._dtype, weight.data_ptr(), outs, ins, packed.data_ptr())
-        return packed
+        return ops.pack(weight, self._kernels)
 
     def _struct(self, loaded: DecoderWeights, dtype: torch.dtype) -> DecoderStruct:
         spec = self.spec
@@ -200,15 +234,6 @@ class NativeDecoder:
 def sequences_struct(batch: AttentionBatch) -> tuple[SequencesStruct, Any]:
     """The batch's `baton_sequences`, and what must be kept alive for as long as it is used."""
     counts = np.array([batch.starts, batch.lengths], dtype=np.int32)
-    width = max(len(blocks) for blocks in batch.blocks)
-    tables = np.zeros((len(batch.blocks), width), dtype=np.int32)
-    for row, blocks in zip(tables, batch.blocks, strict=True):
-        row[: len(blocks)] = blocks
-    struct = SequencesStruct(len(tables), width, counts[0].ctypes.data, counts[1].ctypes.data, tables.ctypes.data)
+    tables = block_tables(batch)
+    struct = SequencesStruct(*tables.shape, counts[0].ctypes.data, counts[1].ctypes.data, tables.ctypes.data)
     return struct, (counts, tables)
-
-
-def aligned_bytes(size: int) -> torch.Tensor:
-    """Uninitialized bytes that begin at a cache line."""
-    raw = torch.empty(size + 64, dtype=torch.uint8)
-    return raw[-raw.data_ptr() % 64 :][:size]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import sysconfig
 from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
@@ -139,16 +140,17 @@ class KernelsStruct(Structure):
 
 
 def library_path() -> Path | None:
-    """The shared library that the package's build made, or None where it could not (no compiler)."""
-    path = Path(__file__).with_name(f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}")
+    """The shared library that the package's build made, or None where it could not (no compiler).
+
+    For debugging the environment variable BATON_KERNELS names another one, such as a build with sanitizers.
+    """
+    other = os.environ.get("BATON_KERNELS")
+    path = Path(other) if other else Path(__file__).with_name(f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}")
     return path if path.is_file() else None
 
 
 @functools.cache
-def _library() -> Any:
-    path = library_path()
-    if path is None:
-        return None
+def _library(path: Path) -> Any:
     library = ctypes.CDLL(str(path))
     library.baton_kernels_named.argtypes = [c_char_p]
     library.baton_kernels_named.restype = POINTER(KernelsStruct)
@@ -159,13 +161,20 @@ def _library() -> Any:
 
 
 @functools.cache
-def kernels(instruction_set: str | None = None) -> Any | None:
-    """The kernels of `instruction_set`, by default the fastest that this CPU has; None: not built, or not here."""
-    library = _library()
-    if library is None:
+def kernels(instruction_set: str | None = None) -> Any:
+    """The kernels of `instruction_set`, by default the fastest that this CPU has: a KernelsStruct, or None.
+
+    None: the library was not built, or this CPU has no such instructions.
+
+    The environment variable BATON_INSTRUCTION_SET takes the place of the default. It and BATON_KERNELS are read at the
+    first call, and again after `kernels.cache_clear()`.
+    """
+    path = library_path()
+    if path is None:
         return None
-    for name in INSTRUCTION_SETS if instruction_set is None else (instruction_set,):
-        table = library.baton_kernels_named(name.encode())
+    chosen = instruction_set or os.environ.get("BATON_INSTRUCTION_SET")
+    for name in (chosen,) if chosen else INSTRUCTION_SETS:
+        table = _library(path).baton_kernels_named(name.encode())
         if table:
             return table.contents
     return None
@@ -175,14 +184,17 @@ class Team:
     """Compute threads for `KernelsStruct.forward`; they inherit the CPU affinity of the thread that makes them."""
 
     def __init__(self, num_threads: int):
+        path = library_path()
+        assert path is not None, "there are no kernels to run"
         self.num_threads = num_threads
-        self.handle: int | None = _library().baton_team_create(num_threads)
+        self._destroy = _library(path).baton_team_destroy
+        self.handle: int | None = _library(path).baton_team_create(num_threads)
 
     def close(self) -> None:
         """End the threads. Idempotent."""
         handle, self.handle = self.handle, None
         if handle is not None:
-            _library().baton_team_destroy(handle)
+            self._destroy(handle)
 
     def __del__(self) -> None:
         self.close()

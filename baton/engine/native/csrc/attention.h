@@ -223,7 +223,7 @@ static void attend_unit(const baton_attention& a, const int32_t* table, int star
       for (int j = 0; j < lo; j++) s[j] = -INFINITY;
       for (int j = hi; j < used; j++) s[j] = -INFINITY;
       V most = all(-INFINITY);
-      for (int j = 0; j < used; j += VL) most = vmax(most, load(s + j));
+      for (int j = 0; j < used; j += VL) most = vmax(load(s + j), most);  // not a NaN: it comes out by its weight
       const float before = top[i], after = before > largest(most) ? before : largest(most);
       V sums = zero();
       for (int j = 0; j < used; j += VL) {

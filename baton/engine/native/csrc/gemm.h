@@ -179,7 +179,8 @@ static void product(const typename W::Input* x, int64_t ldx, int rows, const bat
 }
 
 INLINE V activate(int activation, V x) {
-  if (activation == 0) return div(x, add(all(1.0f), exp(sub(zero(), x))));  // SiLU
+  if (activation == 0)  // SiLU; exp ends at 88, which is not enough for what is far below 0
+    return zero_below(x, all(-88.0f), div(x, add(all(1.0f), exp(sub(zero(), x)))));
   V inner = mul(all(0.7978845608f), fma(mul(all(0.044715f), mul(x, x)), x, x));
   return mul(mul(all(0.5f), x), add(all(1.0f), tanh(inner)));  // GELU, tanh form
 }

@@ -4,9 +4,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <utility>
-#if defined(__x86_64__)
+#if defined(__x86_64__) || defined(BATON_EMULATED)
+#ifndef BATON_EMULATED  // else the tests define these intrinsics in plain C++
 #include <immintrin.h>
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,avx2")
+#endif
 #define BATON_ISA avx512bf16
 #define BATON_AVX512
 #define BATON_DOT

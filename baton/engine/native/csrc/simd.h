@@ -38,6 +38,7 @@ INLINE bf16 to_bf16(float x) {  // to nearest, ties to even; NaN stays NaN
 INLINE void from_float(float* y, float x) { *y = x; }
 INLINE void from_float(bf16* y, float x) { *y = to_bf16(x); }
 
+// vmax and vmin of two of which one is a NaN are the second.
 #if defined(BATON_AVX512)
 constexpr int VL = 16;
 typedef __m512 V;
@@ -56,8 +57,8 @@ INLINE V round_to_int(V x) { return _mm512_roundscale_ps(x, 8); }  // to nearest
 INLINE V power_of_two(V n) {  // n integral
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
 }
-INLINE V zero_below(V x, V limit, V y) {  // y where x >= limit, else 0
-  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, 13), y);
+INLINE V zero_below(V x, V limit, V y) {  // 0 where x < limit, else, and for a NaN, y
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, 21), y);
 }
 INLINE V load(const bf16* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
@@ -102,7 +103,7 @@ INLINE V round_to_int(V x) { return _mm256_round_ps(x, 8); }
 INLINE V power_of_two(V n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
 }
-INLINE V zero_below(V x, V limit, V y) { return _mm256_and_ps(_mm256_cmp_ps(x, limit, 13), y); }
+INLINE V zero_below(V x, V limit, V y) { return _mm256_and_ps(_mm256_cmp_ps(x, limit, 21), y); }
 INLINE V load(const bf16* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
@@ -162,7 +163,7 @@ INLINE V round_to_int(V x) {  // |x| < 2^22
   return (x + magic) - magic;
 }
 INLINE V power_of_two(V n) { return (V)((__builtin_convertvector(n, I) + 127) << 23); }
-INLINE V zero_below(V x, V limit, V y) { return choose(x >= limit, y, zero()); }
+INLINE V zero_below(V x, V limit, V y) { return choose(x < limit, zero(), y); }
 INLINE V load(const bf16* p) { return V{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])}; }
 INLINE void store(bf16* p, V x) {
   for (int i = 0; i < VL; i++) p[i] = to_bf16(x[i]);
@@ -176,9 +177,10 @@ INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 #endif
 
 // exp by range reduction and a polynomial (the coefficients are Cephes's expf); 0 below -87.3, so of -inf too.
+// A NaN stays one, here and in tanh: what is broken must not look like a number.
 INLINE V exp(V x) {
   V low = all(-87.3f);
-  V y = vmax(vmin(x, all(88.0f)), low);
+  V y = vmax(low, vmin(all(88.0f), x));
   V n = round_to_int(mul(y, all(1.44269504f)));
   V r = fma(n, all(-0.693359375f), y);
   r = fma(n, all(2.12194440e-4f), r);
@@ -193,7 +195,7 @@ INLINE V exp(V x) {
 }
 
 INLINE V tanh(V x) {
-  V y = vmax(vmin(x, all(15.0f)), all(-15.0f));
+  V y = vmax(all(-15.0f), vmin(all(15.0f), x));
   V e = exp(add(y, y));
   return div(sub(e, all(1.0f)), add(e, all(1.0f)));
 }

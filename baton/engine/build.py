@@ -1,0 +1,99 @@
+"""From the configuration to a worker's engine: finds and loads the model, sizes the KV pool, joins the two."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from baton.config import ClusterConfig, PoolConfig
+from baton.engine.kv_cache import KVCache
+from baton.engine.load import load_model
+from baton.engine.memory import MemoryPlan, plan_memory
+from baton.engine.model import Model
+from baton.engine.model_spec import CausalLMSpec, resolve_dtype
+from baton.engine.runner import ModelRunner
+from baton.engine.spec_cache import cached_spec
+from baton.engine.structured import Grammars
+from baton.engine.weights import fingerprint, resolve_model
+from baton.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BuiltRunner:
+    """All that a worker needs of its engine."""
+
+    runner: ModelRunner
+    spec: CausalLMSpec
+    kv_cache: KVCache
+    memory: MemoryPlan
+    fingerprint: str
+    dtype: str
+    device: str
+    max_model_len: int
+    """Prompt plus output, in tokens, that the model and the configuration allow; pools are checked apart."""
+
+
+def build_runner(
+    config: ClusterConfig,
+    pool: PoolConfig,
+    *,
+    progress: Callable[[str], None] | None = None,
+    model: Model | None = None,
+) -> BuiltRunner:
+    """Find and load the model and size the KV pool for a worker of `pool`. Takes seconds.
+
+    `model`: one that is loaded already, of the same configuration: workers of one process share it.
+    Raises ModelError (model) or ConfigError (sizes, device). Leaves the number of threads as it is.
+    """
+    device = resolve_device(pool)
+    path = resolve_model(config.model.source, progress=progress)
+    spec = cached_spec(path, config.engine.model_impl, config.model.max_model_len)
+    dtype = resolve_dtype(config.model.dtype, device)
+    limit = config.model.max_model_len
+    if limit is not None and limit > spec.max_position_embeddings:
+        raise ConfigError(
+            "model.max_model_len",
+            "exceeds the model's own limit",
+            value=limit,
+            allowed=f"<= {spec.max_position_embeddings}",
+        )
+    runtime = psutil.Process().memory_info().rss if device == "cpu" else 0
+    if model is None:
+        model = load_model(config.engine, spec, path, dtype=dtype, device=device)
+    engine = config.engine
+    layout = spec.kv_layout(engine.block_size, dtype)
+    memory = plan_memory(
+        pool,
+        layout,
+        runtime=runtime,
+        weights=model.weight_bytes,
+        step=model.step_bytes(engine.max_batch_tokens, min(engine.max_batch_requests, engine.max_batch_tokens)),
+        device_bytes=torch.cuda.get_device_properties(device).total_memory if device == "cuda" else None,
+    )
+    log.info("memory: %s", memory)
+    kv_cache = KVCache(layout, memory.num_blocks, device)
+    return BuiltRunner(
+        runner=ModelRunner(model, kv_cache, Grammars(path, spec.vocab_size, spec.eos_token_ids)),
+        spec=spec,
+        kv_cache=kv_cache,
+        memory=memory,
+        fingerprint=fingerprint(path, dtype),
+        dtype=dtype,
+        device=device,
+        max_model_len=limit or spec.max_position_embeddings,
+    )
+
+
+def resolve_device(pool: PoolConfig) -> str:
+    """`cpu` or `cuda`. Raises ConfigError if a GPU is demanded and torch sees none."""
+    if pool.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", "torch sees no GPU here", value="cuda", allowed="auto, cpu")
+    if pool.device == "auto":
+        return "cuda" if pool.gpus > 0 and torch.cuda.is_available() else "cpu"
+    return pool.device

@@ -1,0 +1,193 @@
+"""The native kernels one by one, as torch operators `torch.ops.baton.*`, on CPU tensors.
+
+The decoder (`baton.engine.native.decoder`) runs them fused, without torch in between; these are for models that torch
+computes and for tests. Inputs and results are float32 unless said otherwise; weights and KV are float32 or bfloat16.
+Importing this module registers them; it needs the library (`library.kernels()` is not None).
+"""
+
+from __future__ import annotations
+
+from ctypes import byref
+from typing import Any
+
+import torch
+
+from baton.engine.native.library import AttentionStruct, LinearStruct, SequencesStruct, kernels
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+def pack(weight: torch.Tensor, table: Any = None) -> torch.Tensor:
+    """A weight `[outs, ins]` in the order in which `linear` reads it, as bytes. `table`: other kernels than usual."""
+    table, dtype = table or kernels(), _DTYPES[weight.dtype]
+    weight = weight.contiguous()
+    outs, ins = weight.shape
+    packed = aligned_bytes(table.packed_bytes(dtype, outs, ins))
+    table.pack(dtype, weight.data_ptr(), outs, ins, packed.data_ptr())
+    return packed
+
+
+def aligned_bytes(size: int) -> torch.Tensor:
+    """Uninitialized bytes that begin at a cache line."""
+    raw = torch.empty(size + 64, dtype=torch.uint8)
+    return raw[-raw.data_ptr() % 64 :][:size]
+
+
+@torch.library.custom_op("baton::linear", mutates_args=(), device_types="cpu")
+def linear(x: torch.Tensor, packed: torch.Tensor, outs: int, bfloat16: bool, bias: torch.Tensor | None) -> torch.Tensor:
+    """`x` `[rows, ins]` times a packed weight of `outs` outputs, plus `bias` `[outs]`."""
+    x = x.contiguous()
+    rows, ins = x.shape
+    out = torch.empty(rows, outs)
+    struct = LinearStruct(packed.data_ptr(), None if bias is None else bias.data_ptr(), outs, ins)
+    kernels().linear(int(bfloat16), byref(struct), x.data_ptr(), rows, out.data_ptr())
+    return out
+
+
+@linear.register_fake
+def _(x: torch.Tensor, packed: torch.Tensor, outs: int, bfloat16: bool, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty(x.shape[0], outs)
+
+
+@torch.library.custom_op("baton::rms_norm", mutates_args=(), device_types="cpu")
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm (Zhang and Sennrich 2019) over the last dimension of `x` `[rows, size]`."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    kernels().rms_norm(x.data_ptr(), x.shape[0], x.shape[1], weight.data_ptr(), eps, out.data_ptr())
+    return out
+
+
+@rms_norm.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("baton::gated", mutates_args=(), device_types="cpu")
+def gated(gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
+    """`[rows, 2 * size]`, gates first -> `[rows, size]`: SiLU or GELU (tanh) of the gate, times up."""
+    gate_up = gate_up.contiguous()
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(rows, size)
+    kernels().gated(int(gelu), gate_up.data_ptr(), rows, size, out.data_ptr())
+    return out
+
+
+@gated.register_fake
+def _(gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
+    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+
+
+@torch.library.custom_op("baton::rotate", mutates_args=(), device_types="cpu")
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of the first 2 * half elements of each head: `x` `[rows, heads, size]`, `cos` `[rows, half]`."""
+    x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
+    out = torch.empty_like(x)
+    rows, heads, size = x.shape
+    half = cos.shape[1]
+    kernels().rotate(x.data_ptr(), rows, heads, size, 2 * half, cos.data_ptr(), sin.data_ptr(), out.data_ptr())
+    return out
+
+
+@rotate.register_fake
+def _(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("baton::write_kv", mutates_args=("keys", "values"), device_types="cpu")
+def write_kv(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    tables: torch.Tensor,
+) -> None:
+    """Write `key` and `value` `[rows, kv_heads, head_dim]` to where the sequences' block tables say.
+
+    keys, values: one layer of the pool, `[blocks, kv_heads, block_size, head_dim]`, blocks at any stride. starts,
+    lengths `[n]` and tables `[n, width]`: int32, see `baton.engine.attention.AttentionBatch`.
+    """
+    key, value = key.contiguous(), value.contiguous()
+    attention = _attention(keys, values, key.shape[1], None, None)
+    sequences = _sequences(starts, lengths, tables)
+    kernels().write_kv(_DTYPES[keys.dtype], byref(attention), byref(sequences), key.data_ptr(), value.data_ptr())
+
+
+@torch.library.custom_op("baton::paged_attention", mutates_args=(), device_types="cpu")
+def paged_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    tables: torch.Tensor,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Causal attention of `query` `[rows, heads, head_dim]`, scaled already, over the pool; the same shape.
+
+    The rest is as for `write_kv` and `baton.engine.attention.AttentionKind`.
+    """
+    query = query.contiguous()
+    out = torch.empty_like(query)
+    attention = _attention(keys, values, query.shape[1], window, softcap)
+    sequences = _sequences(starts, lengths, tables)
+    kernels().attend(_DTYPES[keys.dtype], byref(attention), byref(sequences), query.data_ptr(), out.data_ptr())
+    return out
+
+
+@paged_attention.register_fake
+def _(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    tables: torch.Tensor,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    return torch.empty_like(query)
+
+
+@torch.library.custom_op("baton::argmax", mutates_args=(), device_types="cpu")
+def argmax(x: torch.Tensor) -> torch.Tensor:
+    """The index of the largest value of each row of `x` `[rows, size]`, the first of equals, int64."""
+    x = x.contiguous()
+    out = torch.empty(x.shape[0], dtype=torch.int64)
+    kernels().argmax(x.data_ptr(), x.shape[0], x.shape[1], out.data_ptr())
+    return out
+
+
+@argmax.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0], dtype=torch.int64)
+
+
+def _attention(
+    keys: torch.Tensor, values: torch.Tensor, heads: int, window: int | None, softcap: float | None
+) -> AttentionStruct:
+    _, kv_heads, block_size, head_dim = keys.shape
+    dense = (block_size * head_dim, head_dim, 1)
+    if keys.stride() != values.stride() or keys.stride()[1:] != dense:
+        raise ValueError(f"the pool's heads must be dense: keys have strides {keys.stride()}, values {values.stride()}")
+    return AttentionStruct(
+        keys.data_ptr(),
+        values.data_ptr(),
+        keys.stride(0),
+        heads,
+        kv_heads,
+        head_dim,
+        block_size,
+        window or 0,
+        softcap or 0.0,
+    )
+
+
+def _sequences(starts: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor) -> SequencesStruct:
+    for tensor in (starts, lengths, tables):
+        if tensor.dtype != torch.int32 or not tensor.is_contiguous():
+            raise ValueError(f"starts, lengths and tables must be contiguous int32, not {tensor.dtype}")
+    return SequencesStruct(*tables.shape, starts.data_ptr(), lengths.data_ptr(), tables.data_ptr())
