@@ -12,7 +12,7 @@ import msgspec
 
 from baton.layout import KVLayout
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 MAX_PROMPT_TOKENS = 1 << 20
 """More than any model here reads; bounds what a peer can make us allocate."""
@@ -28,6 +28,19 @@ TokenIds = Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_PROMPT_TOK
 
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 NumSamples = Annotated[int, msgspec.Meta(ge=1, le=64)]
+
+MAX_CONSTRAINT = 1 << 16
+"""Characters of a schema, expression or grammar."""
+MAX_CHOICES = 1024
+MAX_LOGPROBS = 20
+"""Most probable tokens that are reported for one place."""
+MAX_PROMPT_LOGPROBS = 1 << 18
+"""Log probabilities of a whole prompt, which travel in one message."""
+Choice = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+LogitBias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
+BadSequence = Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1, max_length=64)]
+NumLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -71,8 +84,21 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     """Base: encoded as `[tag, field, ...]`. New fields go last and have a default."""
 
 
+class StructuredOutput(_Message, frozen=True, tag=2):
+    """What form the output's text must have; see `baton.engine.structured`."""
+
+    kind: Literal["json", "json_object", "regex", "choice", "grammar"]
+    """A JSON schema, any JSON object, a regular expression, one of several texts, a grammar in Lark's notation."""
+    text: Annotated[str, msgspec.Meta(max_length=MAX_CONSTRAINT)] = ""
+    """The schema, expression or grammar; a schema is the text of a JSON value."""
+    choices: Annotated[tuple[Choice, ...], msgspec.Meta(max_length=MAX_CHOICES)] = ()
+
+
 class SamplingParams(_Message, frozen=True, tag=1):
-    """How tokens are chosen. With `temperature` 0 the most probable token, else by the counter-based stream."""
+    """How tokens are chosen. With `temperature` 0 the most probable token, else by the counter-based stream.
+
+    What each does to the probabilities, and in which order, says `baton.engine.sampler`.
+    """
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 256
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
@@ -88,6 +114,39 @@ class SamplingParams(_Message, frozen=True, tag=1):
     """Only tokens with at least this share of the most probable token's probability."""
     min_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
     """The first so many output tokens are none that would end the request (EOS unless ignored, `stop_token_ids`)."""
+    presence_penalty: Penalty = 0.0
+    """Taken from the logit of each token that is in the output."""
+    frequency_penalty: Penalty = 0.0
+    """Taken from a token's logit as often as the token is in the output."""
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
+    """Divides the positive logits of tokens that are in the prompt or the output, multiplies the negative ones."""
+    logit_bias: Annotated[dict[TokenId, LogitBias], msgspec.Meta(max_length=1024)] = {}
+    """Added to the logits of these tokens."""
+    allowed_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1, max_length=1 << 18)] | None = None
+    """Only these tokens."""
+    bad_token_ids: Annotated[tuple[BadSequence, ...], msgspec.Meta(max_length=1024)] = ()
+    """Sequences that the output must not contain: the last id of one is forbidden after its other ids."""
+    logprobs: NumLogprobs | None = None
+    """Report the log probability of each output token, and of so many most probable ones at its place."""
+    prompt_logprobs: NumLogprobs | None = None
+    """The same of the prompt's tokens; its first one has none."""
+    structured: StructuredOutput | None = None
+
+
+class TokenLogprobs(NamedTuple):
+    """How probable the model held a token: natural logarithms, before sampling parameters change anything."""
+
+    token: TokenId
+    logprob: float
+    rank: Count
+    """Tokens of the vocabulary at least as probable, itself included: 1 is the most probable one."""
+    top_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_LOGPROBS)] = ()
+    """The most probable tokens, as many as were asked for, best first; of equals the lower id."""
+    top_logprobs: Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_LOGPROBS)] = ()
+
+
+PromptLogprobs = Annotated[tuple[TokenLogprobs | None, ...], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
+"""One entry per prompt token; the first is None, as nothing comes before it."""
 
 
 # --- worker and router ---------------------------------------------------------------------------
@@ -161,11 +220,18 @@ class LoadReport(_Message, frozen=True, tag=15):
     num_pending_tokens: Count = 0
     """Prompt tokens accepted and not yet computed."""
     blocks_free: Count = 0
+    """Blocks that no request holds, cached ones included."""
     blocks_total: Count = 0
     num_steps: Count = 0
     """Engine steps completed; with work waiting it must grow, or the worker is not healthy."""
     bytes_sent: Count = 0
     bytes_received: Count = 0
+    blocks_cached: Count = 0
+    """Of the free blocks, those that still hold KV which a request with the same beginning would find."""
+    cache_queried_tokens: Count = 0
+    """Context tokens of all requests so far that looked for their KV here."""
+    cache_hit_tokens: Count = 0
+    """Of those, the tokens whose KV was here: neither computed nor received."""
 
 
 class Heartbeat(_Message, frozen=True, tag=16):
@@ -220,6 +286,19 @@ class MarksOut(NamedTuple):
     attempt: int
     sample: int
     marks: dict[int, float]
+    cached_tokens: int = 0
+    """Tokens of the prompt whose KV the worker had cached when the attempt began, so that it did not compute them."""
+
+
+class LogprobsOut(NamedTuple):
+    """What was asked to be known about the token of the same key and index, and with the first one about the prompt."""
+
+    request_id: str
+    attempt: int
+    sample: int
+    index: int  # type: ignore[assignment]
+    token: TokenLogprobs | None
+    prompt: PromptLogprobs | None = None
 
 
 class Tokens(_Message, frozen=True, tag=23):
@@ -230,6 +309,8 @@ class Tokens(_Message, frozen=True, tag=23):
     tokens: tuple[TokenOut, ...]
     marks: tuple[MarksOut, ...] = ()
     load: LoadReport | None = None
+    logprobs: tuple[LogprobsOut, ...] = ()
+    """Of those tokens of the step whose requests want them."""
 
 
 class AttemptFailed(_Message, frozen=True, tag=24):
@@ -312,12 +393,18 @@ class Delta(_Message, frozen=True, tag=33):
     sample: Count = 0
     finish_reason: FinishReason | None = None
     """Of a request with several samples: this one has ended. (With one sample Done says it.)"""
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    """One per token of `token_ids` if the request wants them, else empty."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """With the first token of sample 0, if the request wants them."""
 
 
 class Usage(_Message, frozen=True, tag=34):
     prompt_tokens: Count
     completion_tokens: Count
     """Of all samples."""
+    cached_tokens: Count = 0
+    """Tokens of the prompt that prefill found in its cache instead of computing them; the sum over all samples."""
 
 
 class Done(_Message, frozen=True, tag=35):

@@ -29,6 +29,7 @@ from baton.protocol import (
     Abort,
     AttemptFailed,
     LoadReport,
+    LogprobsOut,
     MarksOut,
     Peers,
     Replace,
@@ -174,6 +175,7 @@ class WorkerCore:
     def _apply(self, effects: list[Effect], now: float) -> list[Action]:
         tokens: list[TokenOut] = []
         marks: list[MarksOut] = []
+        logprobs: list[LogprobsOut] = []
         actions: list[Action] = []
         for effect in effects:
             request = effect.request
@@ -181,7 +183,11 @@ class WorkerCore:
                 case Emit():
                     tokens.append(TokenOut(*request.key, effect.index, effect.token, effect.finish))
                     if effect.finish or request.num_tokens - request.num_context == 1:
-                        marks.append(MarksOut(*request.key, dict(request.marks)))
+                        marks.append(MarksOut(*request.key, dict(request.marks), request.num_cached_tokens))
+                    if effect.logprobs is not None or effect.prompt_logprobs is not None:
+                        logprobs.append(
+                            LogprobsOut(*request.key, effect.index, effect.logprobs, effect.prompt_logprobs)
+                        )
                 case ChunkDone():
                     assert self.send is not None
                     actions += self.send.on_chunk(effect, now)
@@ -189,10 +195,15 @@ class WorkerCore:
                     assert self.send is not None
                     actions += self.send.on_prompt_done(effect, now)
                 case Ended():
+                    if effect.problem is not None:
+                        actions.append(self._refused(request.key, effect.problem))
                     if request.handoff and self.send is not None:
                         actions += self.send.on_ended(effect, now)
         if tokens:
-            message = Tokens(self.info.worker_id, self.info.incarnation, tuple(tokens), tuple(marks), self.load())
+            worker = self.info
+            message = Tokens(
+                worker.worker_id, worker.incarnation, tuple(tokens), tuple(marks), self.load(), tuple(logprobs)
+            )
             actions.insert(0, ToRouter(message))
         return actions
 

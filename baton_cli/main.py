@@ -13,9 +13,10 @@ import typer
 import yaml
 
 from baton.config import ClusterConfig, dump_config, load_config, parse_yaml
-from baton.errors import ConfigError
+from baton.errors import ConfigError, InvalidRequestError
+from baton.protocol import StructuredOutput
 from baton_cli.guard import guarded, interrupt
-from baton_cli.output import completion_data, out, print_json, status_data, status_table, timeline_table
+from baton_cli.output import completion_data, logprobs_table, out, print_json, status_data, status_table, timeline_table
 
 app = typer.Typer(
     name="baton",
@@ -154,6 +155,17 @@ def submit(
     min_p: Annotated[float, typer.Option(help="Draw from tokens at least this share as probable as the best.")] = 0.0,
     min_tokens: Annotated[int, typer.Option(help="Shortest answer, in tokens.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text. Repeatable.")] = None,
+    presence_penalty: Annotated[float, typer.Option(help="Against tokens that the answer has, -2 to 2.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="The same for each time that it has them.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: against tokens of question and answer.")] = 1.0,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="File with a JSON schema that the answer is to follow.", show_default=False)
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="Regular expression that the whole answer is to match.")] = None,
+    choice: Annotated[list[str] | None, typer.Option(help="The answer is to be one of these. Repeatable.")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Also show each token's log probability, and so many most probable ones.")
+    ] = None,
     n: Annotated[int, typer.Option("--n", "-n", help="So many answers; more than one are shown when all ended.")] = 1,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without the chat template.")] = False,
     timeline: Annotated[bool, typer.Option("--timeline", help="Also show where the time went.")] = False,
@@ -167,6 +179,7 @@ def submit(
     if text == "-":
         text = sys.stdin.read()
     prompt: Any = text if raw else [{"role": "user", "content": text}]
+    form = _form(json_schema, regex, choice)
     with RouterClient(_address(cluster, address)) as client:
         stream = client.stream(
             prompt,
@@ -178,6 +191,11 @@ def submit(
             min_p=min_p,
             min_tokens=min_tokens,
             stop=stop or (),
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            repetition_penalty=repetition_penalty,
+            structured=form,
+            logprobs=logprobs,
             n=n,
         )
         with stream:
@@ -191,9 +209,11 @@ def submit(
     if n == 1:
         out.out("")
     else:
-        for choice in done.choices:
-            out.print(f"[{choice.index}] {choice.finish_reason}", style="bold", markup=False)
-            out.out(choice.text)
+        for answer in done.choices:
+            out.print(f"[{answer.index}] {answer.finish_reason}", style="bold", markup=False)
+            out.out(answer.text)
+    for answer in done.choices if logprobs is not None else ():
+        out.print(logprobs_table(answer))
     if timeline:
         out.print(timeline_table(done))
 
@@ -244,6 +264,21 @@ def experiment(
     )
     if any(record.error is not None for record in records):
         raise typer.Exit(1)
+
+
+def _form(json_schema: Path | None, regex: str | None, choice: list[str] | None) -> StructuredOutput | None:
+    given = {"--json-schema": json_schema, "--regex": regex, "--choice": choice or None}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise InvalidRequestError(f"an answer has one form; {' and '.join(names)} name {len(names)}")
+    if json_schema is not None:
+        try:
+            return StructuredOutput("json", json_schema.read_text(encoding="utf-8"))
+        except (OSError, UnicodeError) as e:
+            raise InvalidRequestError(f"--json-schema {json_schema} cannot be read: {e}") from e
+    if regex is not None:
+        return StructuredOutput("regex", regex)
+    return StructuredOutput("choice", choices=tuple(choice)) if choice else None
 
 
 def _span(text: str, option: str) -> tuple[int, int]:

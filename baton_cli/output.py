@@ -13,7 +13,8 @@ from rich.table import Table
 
 from baton.protocol import Status, WorkerStatus
 from baton.timeline import RequestTimeline, Stage
-from router.client import Completion
+from router.client import Choice, Completion
+from router.completion import logprobs_data
 from router.records import RequestRecord
 
 out = Console(highlight=False)
@@ -55,6 +56,9 @@ def status_data(status: Status, address: str) -> dict[str, Any]:
                 "incarnation": w.info.incarnation,
                 "blocks_total": w.load.blocks_total,
                 "blocks_free": w.load.blocks_free,
+                "blocks_cached": w.load.blocks_cached,
+                "cache_queried_tokens": w.load.cache_queried_tokens,
+                "cache_hit_tokens": w.load.cache_hit_tokens,
                 "waiting": w.load.num_waiting,
                 "running": w.load.num_running,
                 "steps": w.load.num_steps,
@@ -96,6 +100,19 @@ def status_table(status: Status, address: str) -> Table:
     return table
 
 
+def logprobs_table(choice: Choice) -> Table:
+    """An answer's tokens with their log probabilities, and the most probable ones at each place."""
+    table = Table(title=f"log probabilities of answer {choice.index}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("token id", "log p", "rank"):
+        table.add_column(column, no_wrap=True, justify="right")
+    table.add_column("most probable: id (log p)")
+    for entry in choice.logprobs or ():
+        if entry is not None:
+            top = " ".join(f"{i} ({value:.2f})" for i, value in zip(entry.top_ids, entry.top_logprobs, strict=True))
+            table.add_row(str(entry.token), f"{entry.logprob:.3f}", str(entry.rank), top)
+    return table
+
+
 def _in_order(status: Status) -> list[WorkerStatus]:
     return sorted(status.workers, key=lambda w: (ROLES.index(w.info.role), w.info.worker_id))
 
@@ -123,13 +140,20 @@ def completion_data(done: Completion) -> dict[str, Any]:
         "token_ids": list(done.token_ids),
         "finish_reason": done.finish_reason,
         "choices": [
-            {"index": c.index, "text": c.text, "token_ids": list(c.token_ids), "finish_reason": c.finish_reason}
+            {
+                "index": c.index,
+                "text": c.text,
+                "token_ids": list(c.token_ids),
+                "finish_reason": c.finish_reason,
+                "logprobs": logprobs_data(c.logprobs),
+            }
             for c in done.choices
         ],
         "usage": {
             "prompt_tokens": done.usage.prompt_tokens,
             "completion_tokens": done.usage.completion_tokens,
             "total_tokens": done.usage.prompt_tokens + done.usage.completion_tokens,
+            "cached_tokens": done.usage.cached_tokens,
         },
         "prefill_worker": done.prefill_worker,
         "decode_worker": done.decode_worker,

@@ -28,6 +28,8 @@ def worker_core(
         max_model_len=info.max_model_len,
         policy=POLICIES[config.engine.policy](),
         eos_token_ids=eos_token_ids,
+        prefix_cache=config.engine.prefix_cache,
+        fingerprint=info.fingerprint,
     )
     send = receive = None
     if info.role != "decode":

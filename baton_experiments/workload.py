@@ -40,15 +40,20 @@ def synthetic(*, rate: float, num_requests: int, lengths: Lengths, vocab_size: i
     """`num_requests` Poisson arrivals with uniform lengths and random token ids.
 
     The same seed gives the same prompts and lengths at every rate, and arrivals that are those of
-    another rate scaled in time, so that rates and placements are compared on the same work.
+    another rate scaled in time, so that rates and placements are compared on the same work. Only the prompts'
+    first tokens differ between rates: no run is to find the KV of another in a cluster's prefix cache.
     """
     draw = random.Random(f"lengths/{seed}")
+    first = random.Random(f"first/{seed}/{rate}")
     arrivals = poisson_arrivals(rate, seed)
     return [
         PlannedRequest(
             at_s=next(arrivals),
             # The first ids of a vocabulary are special tokens in most tokenizers.
-            prompt=tuple(draw.randrange(100, vocab_size) for _ in range(draw.randint(*lengths.prompt))),
+            prompt=(
+                first.randrange(100, vocab_size),
+                *(draw.randrange(100, vocab_size) for _ in range(draw.randint(*lengths.prompt) - 1)),
+            ),
             max_tokens=draw.randint(*lengths.output),
         )
         for _ in range(num_requests)

@@ -24,10 +24,10 @@ import torch
 from rich.console import Console
 
 from baton.config import ClusterConfig, parse_config
+from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.core import EngineCore
 from baton.engine.policy import POLICIES
 from baton.engine.request import EngineRequest
-from baton.engine.build import BuiltRunner, build_runner
 from baton.protocol import RequestKey, SamplingParams
 from baton.timeline import Stage
 from baton_cluster.ray_cluster import RayCluster

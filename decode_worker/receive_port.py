@@ -3,7 +3,7 @@
 Pure: events and `now` in, actions out (`baton.ports`). Knows whose blocks are reserved here and what must
 come before a request may decode; must not know sockets, memory or how a step is computed.
 
-    Offer ─► waits, first come first served ─► engine.reserve ─► ReceiveBlocks, Accept
+    Offer ─► waits, first come first served ─► engine.reserve ─► ReceiveBlocks, Accept (what is here need not come)
         └──► Refuse: it can never fit, or it is of a former life
     blocks, Commit ─► verified: engine.adopt, Ack
                  └──► wrong, or missing for a lease: engine.recompute, Nack
@@ -54,7 +54,14 @@ class ReceiveEngine(Protocol):
     """What the receive port needs of `baton.engine.core.EngineCore`."""
 
     def reserve(self, request: EngineRequest, num_tokens: int, now: float) -> list[int] | None:
-        """Hold blocks for `num_tokens` tokens of this request; None: they are not free now."""
+        """Hold blocks for `num_tokens` tokens of this request; None: they are not free now.
+
+        Sets `request.num_prefix_blocks`: so many blocks of its context are here already, and are not sent.
+        """
+        ...
+
+    def is_coming(self, request: EngineRequest) -> bool:
+        """Whether all KV that the request needs is just being received for another one: it had better wait."""
         ...
 
     def can_ever_hold(self, num_tokens: int) -> bool: ...
@@ -64,7 +71,7 @@ class ReceiveEngine(Protocol):
         ...
 
     def recompute(self, key: RequestKey, first_token: int, now: float) -> None:
-        """Compute the context here, into the reserved blocks, then decode."""
+        """Compute here what was to be sent, into the reserved blocks, then decode."""
         ...
 
     def release(self, key: RequestKey, now: float) -> None:
@@ -106,7 +113,8 @@ class ReceivePort:
         """Transfers that have not ended."""
         self._by_key: dict[RequestKey, RecvSession] = {}
         self._waiting: OrderedDict[TransferId, tuple[RecvSession, EngineRequest]] = OrderedDict()
-        """Offers without blocks, first come first served: nobody overtakes the head, so it cannot starve."""
+        """Offers without blocks, first come first served: nobody overtakes the first that waits for room, so it cannot
+        starve. Those that wait for another transfer's blocks are no obstacle."""
         self._answers: OrderedDict[TransferId, ToPrefill] = OrderedDict()
         self._deadlines: Deadlines[TransferId] = Deadlines()
         self.counters: Counters = Counter()
@@ -313,8 +321,10 @@ class ReceivePort:
     def _admit(self, now: float) -> list[Action]:
         """Reserve for waiting offers as far as blocks are free. The receive is posted before the Accept is said."""
         actions: list[Action] = []
-        while self._waiting:
-            transfer, (session, request) = next(iter(self._waiting.items()))
+        for transfer in tuple(self._waiting):
+            session, request = self._waiting[transfer]
+            if self._engine.is_coming(request):
+                continue  # that transfer has its blocks, so it ends, and `_close` comes here again
             # Never more than `_inadmissible` found room for, or the head would wait for ever.
             growth = max(request.max_len - 1 - request.num_context, 0)
             try:
@@ -326,8 +336,8 @@ class ReceivePort:
             if blocks is None:
                 break
             del self._waiting[transfer]
-            session.accept(blocks, 0, now)
-            if not self._pulls:
+            session.accept(blocks, request.num_prefix_blocks, now)
+            if not self._pulls and session.sent_indices():
                 pairs = session.announce(session.sent_indices())
                 actions.append(ReceiveBlocks(transfer.source, transfer, (), pairs))
             actions.append(ToPeer(transfer.source, Accept(transfer, session.prefix_blocks)))

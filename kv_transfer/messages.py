@@ -7,7 +7,7 @@ P is the prefill worker, D the decode worker. KV blocks themselves travel on the
     P ── Offer ──────► D     before the first chunk; carries the whole request
       ◄─ Accept ──────       blocks are reserved; or Refuse
     P ══ blocks ═════► D     as each chunk ends (a pulling transport: Data names what to fetch)
-    P ── Commit ─────► D     all blocks with their checksums, and the first token
+    P ── Commit ─────► D     all blocks that were sent, with their checksums, and the first token
       ◄─ Ack ─────────       verified and adopted; or Nack
     either: AbortTransfer
 """
@@ -83,7 +83,7 @@ class Data(_Message, frozen=True, tag=66):
 
 
 class Commit(_Message, frozen=True, tag=67):
-    """Names all that must have come: `checksums[i]` is block `i`'s (0 for a prefix block that D held).
+    """Names all that must have come: the checksums of the blocks after those that D held, in order.
 
     Everything in it may overtake the blocks themselves; nothing depends on an order between the links.
     """

@@ -261,7 +261,7 @@ class SendSession(Session):
 
     def commit_message(self, checksummed: bool) -> Commit:
         assert self.first_token is not None
-        checksums = tuple(self.checksums.get(i, 0) for i in range(self.num_blocks))
+        checksums = tuple(self.checksums.get(i, 0) for i in self.sent_indices())
         return Commit(self.transfer, self.first_token, checksums, checksummed)
 
     @property
@@ -328,14 +328,15 @@ class RecvSession(Session):
         commit = self.committed
         if commit is None:
             return None
-        if len(commit.checksums) != self.num_blocks:
-            return f"Commit names {len(commit.checksums)} blocks, the context has {self.num_blocks}"
-        if len(self.received) < len(self.sent_indices()):
+        indices = self.sent_indices()
+        if len(commit.checksums) != len(indices):
+            return f"Commit names {len(commit.checksums)} blocks, {len(indices)} were to be sent"
+        if len(self.received) < len(indices):
             return None
         if verify and commit.checksummed:
-            wrong = [i for i in self.sent_indices() if self.received[i] != commit.checksums[i]]
+            wrong = [i for i, checksum in zip(indices, commit.checksums, strict=True) if self.received[i] != checksum]
             if wrong:
-                return f"checksum of block {wrong[0]} differs ({len(wrong)} of {self.num_blocks} blocks do)"
+                return f"checksum of block {wrong[0]} differs ({len(wrong)} of {len(indices)} blocks do)"
         return ""
 
     @property

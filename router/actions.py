@@ -10,7 +10,7 @@ from collections.abc import Hashable
 
 import msgspec
 
-from baton.protocol import FinishReason, ToWorker, Usage
+from baton.protocol import FinishReason, PromptLogprobs, TokenLogprobs, ToWorker, Usage
 
 ClientId = Hashable
 
@@ -31,6 +31,10 @@ class NewTokens(msgspec.Struct, frozen=True):
     request_id: str
     tokens: tuple[int, ...]
     sample: int = 0
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    """One per token if the request wants them, else empty."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """With the first token of sample 0, if the request wants them."""
 
 
 class SampleDone(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.errors import InvalidRequestError, OverloadedError, RequestTooLargeError
-from baton.protocol import MAX_PROMPT_TOKENS, Generate, SamplingParams
+from baton.protocol import MAX_PROMPT_LOGPROBS, MAX_PROMPT_TOKENS, Generate, SamplingParams
 from router.policy import Demand, PlacementPolicy
 from router.view import ClusterView
 
@@ -25,13 +25,24 @@ def check_source(message: Generate) -> None:
         raise InvalidRequestError(f"{given[0]} is empty; give at least one token to start from", field=given[0])
 
 
-def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, field: str = "token_ids") -> None:
     """Every id is one of the model's `vocab_size`; else InvalidRequestError naming the first that is not."""
     if token_ids and (max(token_ids) >= vocab_size or min(token_ids) < 0):
         at, bad = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < vocab_size)
         raise InvalidRequestError(
-            f"token_ids[{at}] is {bad}, but the model's vocabulary has the ids 0 to {vocab_size - 1}", field="token_ids"
+            f"{field}[{at}] is {bad}, but the model's vocabulary has the ids 0 to {vocab_size - 1}", field=field
         )
+
+
+def check_sampling_ids(sampling: SamplingParams, vocab_size: int) -> None:
+    """The ids that parameters name are the model's; else InvalidRequestError.
+
+    (Not `stop_token_ids`: one that the model does not have just never comes.)
+    """
+    check_token_ids(tuple(sampling.logit_bias), vocab_size, "logit_bias")
+    check_token_ids(sampling.allowed_token_ids or (), vocab_size, "allowed_token_ids")
+    for sequence in sampling.bad_token_ids:
+        check_token_ids(sequence, vocab_size, "bad_token_ids")
 
 
 def check_sampling(sampling: SamplingParams) -> None:
@@ -39,6 +50,20 @@ def check_sampling(sampling: SamplingParams) -> None:
     if sampling.min_tokens > sampling.max_tokens:
         raise InvalidRequestError(
             f"min_tokens {sampling.min_tokens} is more than max_tokens {sampling.max_tokens}", field="min_tokens"
+        )
+    if sampling.structured is not None and sampling.ignore_eos:
+        raise InvalidRequestError(
+            "structured output ends with an end-of-text token, so ignore_eos cannot be set with it", field="ignore_eos"
+        )
+
+
+def check_prompt_logprobs(num_prompt: int, sampling: SamplingParams) -> None:
+    """That what is asked about a prompt of so many tokens fits one message; else RequestTooLargeError."""
+    if sampling.prompt_logprobs is not None and num_prompt * (sampling.prompt_logprobs + 1) > MAX_PROMPT_LOGPROBS:
+        raise RequestTooLargeError(
+            f"prompt_logprobs {sampling.prompt_logprobs} of {num_prompt} prompt tokens are more than the "
+            f"{MAX_PROMPT_LOGPROBS} log probabilities that travel; ask for fewer, or about a shorter prompt",
+            field="prompt_logprobs",
         )
 
 

@@ -56,8 +56,9 @@ class _Call:
 
     __slots__ = ("collector", "sink")
 
-    def __init__(self, sink: Callable[[Event], None], started_at: float, n: int):
-        self.collector = Collector(started_at, n)
+    def __init__(self, sink: Callable[[Event], None], started_at: float, message: Generate):
+        wants_logprobs = message.sampling.logprobs is not None
+        self.collector = Collector(started_at, message.n, wants_logprobs=wants_logprobs)
         self.sink = sink
 
 
@@ -354,7 +355,7 @@ class AsyncRouterClient:
     def _start(self, message: Generate, sink: Callable[[Event], None], started_at: float) -> None:
         """Send it, after connecting if need be. `sink` gets what happens, last a Completion or an error."""
         label = message.label
-        call = self._calls[label] = _Call(sink, started_at, message.n)
+        call = self._calls[label] = _Call(sink, started_at, message)
         if self._connecting is not None and self._connecting.done() and not self._failed_to_connect():
             self._send(message)
             return

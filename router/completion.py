@@ -5,7 +5,7 @@ Plain data and arithmetic; must not know sockets. Times of the client are `time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypedDict, Unpack
 
 import msgspec
@@ -19,8 +19,11 @@ from baton.protocol import (
     FinishReason,
     Generate,
     Name,
+    PromptLogprobs,
     SamplingParams,
+    StructuredOutput,
     Text,
+    TokenLogprobs,
     Usage,
 )
 from baton.timeline import RequestTimeline
@@ -32,7 +35,7 @@ Prompt = str | list[int] | tuple[int, ...] | list[dict[str, str]]
 class GenerateOptions(TypedDict, total=False):
     """What a request may ask for beside its prompt; defaults and ranges are those of `baton.protocol.SamplingParams`.
 
-    Narrowing follows vLLM: temperature, then min_p, top_k, top_p. Same seed, same tokens, wherever they are computed.
+    Names, meanings and order are vLLM's (`baton.engine.sampler`). Same seed, same tokens, wherever they are computed.
     """
 
     max_tokens: int
@@ -50,6 +53,24 @@ class GenerateOptions(TypedDict, total=False):
     """No EOS, stop token or stop string before so many tokens."""
     ignore_eos: bool
     stop_token_ids: Iterable[int]
+    presence_penalty: float
+    """Less probable, -2 to 2: tokens that are in the output."""
+    frequency_penalty: float
+    """The same for each time that they are."""
+    repetition_penalty: float
+    """Above 1: tokens that are in prompt or output become less probable; below: more."""
+    logit_bias: Mapping[int, float]
+    """By token id, -100 to 100: added to its logit."""
+    allowed_token_ids: Iterable[int] | None
+    """No other tokens."""
+    bad_token_ids: Iterable[Iterable[int]]
+    """Sequences of token ids that the output must not contain."""
+    structured: StructuredOutput | None
+    """The form that the output's text must have: a JSON schema, any JSON object, an expression, a choice, a grammar."""
+    logprobs: int | None
+    """Report each output token's log probability, and those of so many most probable ones (`Choice.logprobs`)."""
+    prompt_logprobs: int | None
+    """The same about the prompt (`Completion.prompt_logprobs`)."""
     stop: str | Iterable[str]
     """The text ends before the first of these strings; the tokens end with the one that completed it."""
     include_stop_str_in_output: bool
@@ -71,6 +92,10 @@ class StreamDelta(msgspec.Struct, frozen=True):
     """Which of the request's `n` answers it continues."""
     finish_reason: FinishReason | None = None
     """With `n` > 1: this answer ends here. (A single answer's end is the Completion.)"""
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    """One per token, if they were asked for; None for one that its worker did not tell."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """With the first token of sample 0, if they were asked for."""
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -80,6 +105,8 @@ class Choice(msgspec.Struct, frozen=True):
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """One per token, if they were asked for: of the model's distribution, before sampling parameters change it."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +137,10 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """From the call to the end of the request."""
     choices: tuple[Choice, ...]
     """All `n` answers, in order."""
+    logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """Those of `choices[0]`."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """One per prompt token, the first None, if they were asked for and sample 0 got as far as its first token."""
 
     @property
     def ttft_s(self) -> float | None:
@@ -131,28 +162,40 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
         plain["usage"] = {
             "prompt_tokens": self.usage.prompt_tokens,
             "completion_tokens": self.usage.completion_tokens,
+            "cached_tokens": self.usage.cached_tokens,
         }
         plain["ttft_s"], plain["residual_s"] = self.ttft_s, self.residual_s
+        plain["logprobs"], plain["prompt_logprobs"] = logprobs_data(self.logprobs), logprobs_data(self.prompt_logprobs)
+        for choice, data in zip(self.choices, plain["choices"], strict=True):
+            data["logprobs"] = logprobs_data(choice.logprobs)
         return plain
 
 
+def logprobs_data(logprobs: tuple[TokenLogprobs | None, ...] | None) -> list[dict[str, Any] | None] | None:
+    """For JSON: each entry by field name."""
+    return None if logprobs is None else [None if entry is None else entry._asdict() for entry in logprobs]
+
+
 class _Answer:
-    __slots__ = ("finish_reason", "text", "times", "tokens")
+    __slots__ = ("finish_reason", "logprobs", "text", "times", "tokens")
 
     def __init__(self) -> None:
         self.text: list[str] = []
         self.tokens: list[int] = []
         self.times: list[float] = []
+        self.logprobs: list[TokenLogprobs | None] = []
         self.finish_reason: FinishReason = "abort"
 
 
 class Collector:
     """Adds up the deltas of one request."""
 
-    __slots__ = ("answers", "started_at")
+    __slots__ = ("answers", "prompt_logprobs", "started_at", "wants_logprobs")
 
-    def __init__(self, started_at: float, n: int = 1):
+    def __init__(self, started_at: float, n: int = 1, *, wants_logprobs: bool = False):
         self.started_at = started_at
+        self.wants_logprobs = wants_logprobs
+        self.prompt_logprobs: PromptLogprobs | None = None
         self.answers = {sample: _Answer() for sample in range(n)}
 
     def add(self, delta: Delta, at: float) -> StreamDelta:
@@ -162,14 +205,32 @@ class Collector:
         answer.times.extend([at] * len(delta.token_ids))
         if delta.finish_reason is not None:
             answer.finish_reason = delta.finish_reason
-        return StreamDelta(delta.text, delta.token_ids, at, delta.sample, delta.finish_reason)
+        if delta.logprobs:
+            answer.logprobs.extend(delta.logprobs)
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        return StreamDelta(
+            delta.text,
+            delta.token_ids,
+            at,
+            delta.sample,
+            delta.finish_reason,
+            delta.logprobs,
+            delta.prompt_logprobs,
+        )
 
     def complete(self, done: Done, at: float) -> Completion:
         """`done.text` was added before, as a delta."""
         first = self.answers[0]
         first.finish_reason = done.finish_reason
         choices = tuple(
-            Choice(index, "".join(answer.text), tuple(answer.tokens), answer.finish_reason)
+            Choice(
+                index,
+                "".join(answer.text),
+                tuple(answer.tokens),
+                answer.finish_reason,
+                tuple(answer.logprobs) if self.wants_logprobs else None,
+            )
             for index, answer in sorted(self.answers.items())
         )
         return Completion(
@@ -187,6 +248,8 @@ class Collector:
             token_times=tuple(first.times),
             latency_s=at - self.started_at,
             choices=choices,
+            logprobs=choices[0].logprobs,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 
@@ -197,12 +260,18 @@ def build_generate(label: str, prompt: Prompt, **options: Unpack[GenerateOptions
         raise TypeError(f"there is no option {name!r}; there are {', '.join(GenerateOptions.__annotations__)}")
     if isinstance(given.get("stop"), str):
         given["stop"] = (given["stop"],)
-    for name in ("stop", "stop_token_ids"):
+    for name in ("stop", "stop_token_ids", "allowed_token_ids"):
         if isinstance(given.get(name), Iterable):
             given[name] = tuple(given[name])
+    if isinstance(given.get("bad_token_ids"), Iterable):
+        given["bad_token_ids"] = tuple(
+            tuple(ids) if isinstance(ids, Iterable) else ids for ids in given["bad_token_ids"]
+        )
+    if isinstance(given.get("logit_bias"), Mapping):
+        given["logit_bias"] = dict(given["logit_bias"])
     for name, value in given.items():
         _check(name, value, _TYPES[name])
-        if isinstance(value, int) and name in ("temperature", "top_p", "min_p"):
+        if isinstance(value, int) and name in _FLOATS:
             given[name] = float(value)
     request = {name: given.pop(name) for name in _REQUEST_OPTIONS & given.keys()}
     sampling = SamplingParams(**given)
@@ -213,6 +282,7 @@ def build_generate(label: str, prompt: Prompt, **options: Unpack[GenerateOptions
 
 _REQUEST_OPTIONS = {"stop", "include_stop_str_in_output", "n"}
 """Options that are the router's business, not the workers'."""
+_FLOATS = {"temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"}
 _TYPES = {field.name: field.type for kind in (SamplingParams, Generate) for field in msgspec.structs.fields(kind)}
 
 
@@ -245,6 +315,8 @@ def _with_prompt(label: str, prompt: Prompt, sampling: SamplingParams) -> Genera
 def _check(name: str, value: Any, kind: Any) -> None:
     """That `value` is a `kind`, and that it can be encoded: text may hold half of a surrogate pair."""
     try:
+        if isinstance(value, msgspec.Struct):  # which may have been built of anything
+            value = msgspec.to_builtins(value)
         msgspec.msgpack.encode(msgspec.convert(value, kind, strict=True))
     except (msgspec.ValidationError, UnicodeEncodeError, OverflowError) as e:
         raise InvalidRequestError(f"{name}: {e}", field=name.partition("[")[0]) from None

@@ -39,7 +39,7 @@ from baton.protocol import (
 )
 from baton.timeline import Mark
 from router.actions import ClientId, RequestFailed, SendWorker
-from router.admission import admit, check_sampling
+from router.admission import admit, check_prompt_logprobs, check_sampling
 from router.lifecycle import Actions, Lifecycle
 from router.membership import Membership
 from router.policy import PlacementPolicy
@@ -147,6 +147,7 @@ class RouterCore:
                 max_requests=self._config.router.max_requests,
                 n=n,
             )
+            check_prompt_logprobs(len(prompt), sampling)
             if sampling.seed is None:
                 sampling = msgspec.structs.replace(sampling, seed=seed)
             owner = ClientRequest(client, label, request_id, prompt, sampling, n=n, watches=watches)
@@ -159,9 +160,7 @@ class RouterCore:
             if self._config.router.request_timeout_s is not None:
                 request.ends_at = now + self._config.router.request_timeout_s
             request.timeline.mark(Mark.RECEIVED, now if received_at is None else received_at)
-            if request.sample:  # where the first one fits, they all do
-                placement = self._policy.place(request.demand, self.view, now)
-            self._life.start(request, placement, now, out)
+            self._life.start(request, placement, now, out)  # all at one pair: they share the prompt's KV
         return out
 
     def on_cancel(self, client: ClientId, label: str, now: float, sample: int | None = None) -> Actions:
@@ -258,10 +257,13 @@ class RouterCore:
         if message.load is not None:
             worker.load = message.load
         requests, life = self._book.by_id, self._life
-        for request_id, attempt, sample, marks in message.marks:
+        for request_id, attempt, sample, marks, cached_tokens in message.marks:
             request = requests.get((request_id, sample))
             if request is not None and request.attempt == attempt:
                 request.timeline.merge(marks)
+                if worker is request.prefill:
+                    request.cached_tokens = cached_tokens
+        logprobs = {entry[:4]: entry for entry in message.logprobs} if message.logprobs else {}
         touched: list[RoutedRequest] = []
         for request_id, attempt, sample, index, token, finish in message.tokens:
             request = requests.get((request_id, sample))
@@ -278,7 +280,10 @@ class RouterCore:
             if not request.touched:
                 request.touched = True
                 touched.append(request)
-            request.take(index, token, finish)
+            if logprobs:
+                request.take(index, token, finish, logprobs.get((request_id, attempt, sample, index)))
+            else:
+                request.take(index, token, finish)
         for request in touched:
             request.touched = False
             if request.state is State.ENDED:

@@ -18,6 +18,7 @@ import msgpack
 import msgspec
 
 from baton.codec import Codec
+from baton.engine.structured import check_structured
 from baton.errors import BatonError, CodecError, VersionError
 from baton.protocol import (
     Alive,
@@ -33,7 +34,7 @@ from baton.protocol import (
     ToRouterFromClient,
 )
 from router.actions import NewTokens, RequestDone, RequestFailed, RouterAction, SampleDone
-from router.admission import check_source, check_token_ids
+from router.admission import check_sampling_ids, check_source, check_token_ids
 from router.core import RouterCore
 from router.request import SampleId
 from router.sockets import RouterSocket, Unreachable
@@ -103,6 +104,9 @@ class Front:
             else:
                 prompt = message.token_ids or ()
                 check_token_ids(prompt, self._text.vocab_size)
+            check_sampling_ids(message.sampling, self._text.vocab_size)
+            if message.sampling.structured is not None:
+                check_structured(message.sampling.structured)
         except BatonError as e:
             self._send(peer, Failed(message.label, e.code, str(e), getattr(e, "field", None), request_id))
             return []
@@ -145,11 +149,12 @@ class Front:
             sample = (action.request_id, action.sample)
             waiting = self._waiting.get(sample)
             if waiting is not None:
-                action = msgspec.structs.replace(action, tokens=waiting.tokens + action.tokens)
+                action = msgspec.structs.replace(
+                    waiting, tokens=waiting.tokens + action.tokens, logprobs=waiting.logprobs + action.logprobs
+                )
             self._waiting[sample] = action
         elif type(action) is SampleDone:
-            tokens, text = self._rest((action.request_id, action.sample))
-            self._send(action.client, Delta(action.label, tokens, text, action.sample, action.finish_reason))
+            self._send(action.client, self._last_delta(action))
         elif type(action) is RequestDone:
             text = self._last_text((action.request_id, 0))
             done = Done(
@@ -196,8 +201,17 @@ class Front:
             del self._gone[peer]
 
     def _send_delta(self, action: NewTokens) -> None:
-        text = self._read((action.request_id, action.sample), action.tokens)
-        self._send(action.client, Delta(action.label, action.tokens, text, action.sample))
+        self._send(action.client, self._delta(action))
+
+    def _delta(self, action: NewTokens) -> Delta:
+        return Delta(
+            action.label,
+            action.tokens,
+            self._read((action.request_id, action.sample), action.tokens),
+            action.sample,
+            logprobs=action.logprobs,
+            prompt_logprobs=action.prompt_logprobs,
+        )
 
     def _read(self, sample: SampleId, tokens: tuple[int, ...]) -> str:
         detokenizer = self._detokenizers.get(sample)
@@ -213,12 +227,13 @@ class Front:
         detokenizer = self._detokenizers.pop(sample, None)
         return "" if detokenizer is None else detokenizer.flush()
 
-    def _rest(self, sample: SampleId) -> tuple[tuple[int, ...], str]:
-        """The sample's waiting tokens, and all text that has not been sent."""
+    def _last_delta(self, done: SampleDone) -> Delta:
+        """The sample's waiting tokens, all text that has not been sent, and how it ended."""
+        sample = (done.request_id, done.sample)
         waiting = self._waiting.pop(sample, None)
-        tokens = () if waiting is None else waiting.tokens
-        text = self._read(sample, tokens)
-        return tokens, text + self._detokenizers.pop(sample).flush()
+        delta = self._delta(waiting or NewTokens(done.client, done.label, done.request_id, (), done.sample))
+        rest = self._detokenizers.pop(sample).flush()
+        return msgspec.structs.replace(delta, text=delta.text + rest, finish_reason=done.finish_reason)
 
     def _send(self, peer: Any, message: ToClient) -> None:
         if peer in self._gone:

@@ -145,8 +145,20 @@ class Lifecycle:
     def deliver(self, request: RoutedRequest, out: Actions) -> None:
         """Pass on what came into order."""
         owner = request.owner
-        out.append(NewTokens(owner.client, owner.label, owner.request_id, tuple(request.fresh), request.sample))
+        out.append(
+            NewTokens(
+                owner.client,
+                owner.label,
+                owner.request_id,
+                tuple(request.fresh),
+                request.sample,
+                tuple(request.fresh_logprobs),
+                request.fresh_prompt,
+            )
+        )
         request.fresh.clear()
+        request.fresh_logprobs.clear()
+        request.fresh_prompt = None
 
     def finish(self, request: RoutedRequest, now: float, out: Actions) -> None:
         """All tokens are delivered. Wait for the hand-over's account, or see to it that nobody keeps anything."""
@@ -195,7 +207,11 @@ class Lifecycle:
             label=owner.label,
             request_id=owner.request_id,
             finish_reason=first.finish or "abort",
-            usage=Usage(len(owner.prompt), sum(len(sample.tokens) for sample in owner.samples)),
+            usage=Usage(
+                len(owner.prompt),
+                sum(len(sample.tokens) for sample in owner.samples),
+                sum(sample.cached_tokens for sample in owner.samples),
+            ),
             marks=dict(first.timeline.marks),
             prefill_worker=first.placements[-1].prefill,
             decode_worker=first.placements[-1].decode,

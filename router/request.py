@@ -22,7 +22,9 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
 
-from baton.protocol import FinishReason, RequestKey, SamplingParams, Submit
+import msgspec
+
+from baton.protocol import FinishReason, LogprobsOut, RequestKey, SamplingParams, Submit, TokenLogprobs
 from baton.timeline import RequestTimeline
 from router.actions import ClientId
 from router.policy import Demand, Placement
@@ -49,6 +51,13 @@ class TokenWatch(Protocol):
     def watch(self, token: int, last: bool) -> bool:
         """Whether the sample ends with this token. `last`: it does anyway."""
         ...
+
+
+def without_prompt_logprobs(sampling: SamplingParams) -> SamplingParams:
+    """The same tokens, and nothing about the prompt."""
+    if sampling.prompt_logprobs is None:
+        return sampling
+    return msgspec.structs.replace(sampling, prompt_logprobs=None)
 
 
 class ClientRequest:
@@ -86,6 +95,7 @@ class RoutedRequest:
     __slots__ = (
         "attempt",
         "avoid",
+        "cached_tokens",
         "cut",
         "decode",
         "decode_charge",
@@ -95,6 +105,8 @@ class RoutedRequest:
         "finish",
         "first",
         "fresh",
+        "fresh_logprobs",
+        "fresh_prompt",
         "give_up_at",
         "handed",
         "held",
@@ -121,7 +133,8 @@ class RoutedRequest:
         self.sample = sample
         self.id: SampleId = (owner.request_id, sample)
         self.prompt = owner.prompt
-        self.sampling = owner.sampling
+        # The prompt is the same for all samples: one of them tells about it.
+        self.sampling = without_prompt_logprobs(owner.sampling) if sample else owner.sampling
         self.watch = watch
         self.state = State.PARKED
         self.attempt = 0
@@ -130,9 +143,13 @@ class RoutedRequest:
         """Index of the current attempt's first token."""
         self.fresh: list[int] = []
         """Tokens put in order while one message is read, not yet passed on."""
+        self.fresh_logprobs: list[TokenLogprobs | None] = []
+        """One for each of `fresh`, if the request wants them."""
+        self.fresh_prompt: tuple[TokenLogprobs | None, ...] | None = None
+        """What came about the prompt with the first token, not yet passed on."""
         self.touched = False
         """The message being read has tokens of it."""
-        self.held: dict[int, tuple[int, FinishReason | None]] = {}
+        self.held: dict[int, tuple[int, FinishReason | None, LogprobsOut | None]] = {}
         """Tokens that came before an earlier one."""
         self.finish: FinishReason | None = None
         self.cut = False
@@ -159,6 +176,8 @@ class RoutedRequest:
         self.reason = ""
         """Why the last attempt ended."""
         self.kv_bytes = 0
+        self.cached_tokens = 0
+        """Tokens of the prompt that the current attempt's prefill worker had cached."""
         self.timeline = RequestTimeline(marks={})
         self.placements: list[Placement] = []
 
@@ -185,15 +204,16 @@ class RoutedRequest:
         self.first = len(self.tokens)
         self.held.clear()
         self.failed = False
+        self.cached_tokens = 0
         self.prefill = self.decode = None
         self.handed = self.decode_spoke = False
         self.refused.clear()
         self.state = State.PARKED
 
-    def take(self, index: int, token: int, finish: FinishReason | None) -> None:
+    def take(self, index: int, token: int, finish: FinishReason | None, logprobs: LogprobsOut | None = None) -> None:
         """One token of the current attempt. Appends to `fresh` what is now in order, sets `finish`.
 
-        Duplicates, and tokens beyond max_tokens or after the end, change nothing.
+        `logprobs`: what came with it. Duplicates, and tokens beyond max_tokens or after the end, change nothing.
         """
         if self.finish is not None:
             return
@@ -201,7 +221,7 @@ class RoutedRequest:
         if index != known or self.held:
             if index > known:
                 if index < self.sampling.max_tokens:
-                    self.held.setdefault(index, (token, finish))
+                    self.held.setdefault(index, (token, finish, logprobs))
                 return
             if index < known:
                 return
@@ -211,6 +231,10 @@ class RoutedRequest:
                 return
             self.tokens.append(token)
             self.fresh.append(token)
+            if self.sampling.logprobs is not None:
+                self.fresh_logprobs.append(None if logprobs is None else logprobs.token)
+            if known == 0 and logprobs is not None and self.sampling.prompt_logprobs is not None:
+                self.fresh_prompt = logprobs.prompt
             known += 1
             if finish is None and known >= self.sampling.max_tokens:
                 finish = "length"  # a worker that goes on past the limit must not reach the client
@@ -224,7 +248,7 @@ class RoutedRequest:
             following = self.held.pop(known, None)
             if following is None:
                 return
-            token, finish = following
+            token, finish, logprobs = following
 
     def submit(self, now: float) -> Submit:
         """The message that starts the current attempt at its prefill worker."""
@@ -232,7 +256,8 @@ class RoutedRequest:
         return Submit(
             key=self.key,
             prompt=self.prompt,
-            sampling=self.sampling,
+            # Of a prompt that was told about nothing is computed again.
+            sampling=without_prompt_logprobs(self.sampling) if self.tokens else self.sampling,
             prior=tuple(self.tokens),
             decode=None if self.decode is self.prefill else self.decode.worker_id,
             # A retry in the last instant still gets one: it fails at its worker, like any other that is late.

@@ -28,15 +28,17 @@ def demo_model() -> Path:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a random two-layer Llama with a tokenizer of its own: a whole cluster loads it in no time."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    from tests.golden.tiny_models import VOCAB, make_tiny_model
+    from tests.golden.tiny_models import make_tiny_model, save_tokenizer
 
     folder = tmp_path_factory.mktemp("tiny")
     make_tiny_model(folder)
-    words = {f"w{i}": i for i in range(VOCAB)}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), unk_token="w0")
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def emulated_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernels for AVX-512 in plain C++: a library that runs on any CPU."""
+    from tests.native.emulation import build_emulated_library
+
+    return build_emulated_library(tmp_path_factory.mktemp("emulated"))

@@ -43,6 +43,9 @@ class StubRunner:
     def run(self, plan: StepPlan) -> list[int | None]:
         self.num_steps += 1
         seen = set()
+        if self.memory is not None:
+            for source, target in plan.copies:
+                self.memory.block(target)[:] = self.memory.block(source)
         for item in plan.items:
             request, end = item.request, item.start + item.num_tokens
             assert item.num_tokens > 0, f"{request!r} computes nothing"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -27,6 +28,9 @@ class FakePool:
 
     def block(self, block_id: int) -> npt.NDArray[np.uint8]:
         return self.memory[block_id]
+
+    def copy(self, source: int, target: int) -> None:
+        self.memory[target] = self.memory[source]
 
     def fill(self, seed: int) -> None:
         self.memory[:] = np.random.default_rng(seed).integers(0, 256, self.memory.shape, dtype=np.uint8)
@@ -63,11 +67,16 @@ def watched(transport: KVTransport) -> KVTransport:
 class FakeEngine:
     """Keeps books on blocks as `EngineCore` does, for both sides; computes nothing.
 
-    Asserts that nobody asks for what makes no sense, and that nothing is released twice.
+    Asserts that nobody asks for what makes no sense, and that nothing is released twice. `sharing`: on the decode
+    side, full blocks of adopted requests are shared as long as one of them lives.
     """
 
-    def __init__(self, num_blocks: int, block_size: int = LAYOUT.block_size):
+    def __init__(self, num_blocks: int, block_size: int = LAYOUT.block_size, *, sharing: bool = False):
         self.block_size = block_size
+        self.sharing = sharing
+        self.shared: dict[tuple[int, ...], int] = {}
+        """Block by all tokens up to its end."""
+        self.refs: Counter[int] = Counter()
         self.free = list(range(num_blocks))
         self.num_blocks = num_blocks
         self.waiting: dict[RequestKey, EngineRequest] = {}
@@ -126,15 +135,40 @@ class FakeEngine:
     def reserve(self, request: EngineRequest, num_tokens: int, now: float) -> list[int] | None:
         count = -(-num_tokens // self.block_size)
         assert request.key not in self.reserved and request.key not in self.decoding
-        if count > len(self.free):
+        prefix = []
+        for end in range(self.block_size, request.num_context + 1, self.block_size):
+            block = self.shared.get(tuple(request.tokens[:end]))
+            if block is None:
+                break
+            prefix.append(block)
+        if count - len(prefix) > len(self.free):
             return None
-        request.blocks = [self.free.pop() for _ in range(count)]
+        request.blocks = prefix + [self.free.pop() for _ in range(count - len(prefix))]
+        request.num_prefix_blocks = len(prefix)
+        self.refs.update(request.blocks)
         self.reserved[request.key] = request
         return list(request.blocks)
 
+    def is_coming(self, request: EngineRequest) -> bool:
+        return self.sharing and any(
+            r.tokens == request.tokens and r.num_prefix_blocks < -(-r.num_context // self.block_size)
+            for r in self.reserved.values()
+        )
+
     def adopt(self, key: RequestKey, first_token: int, now: float) -> None:
         self.calls.append(("adopt", key))
-        self.decoding[key] = (self.reserved.pop(key), "adopted")
+        request = self.reserved.pop(key)
+        self.decoding[key] = (request, "adopted")
+        if self.sharing:
+            for end in range(self.block_size, request.num_context + 1, self.block_size):
+                self.shared.setdefault(tuple(request.tokens[:end]), request.blocks[end // self.block_size - 1])
+
+    def _let_go(self, blocks: list[int]) -> None:
+        """Of the decode side's blocks."""
+        self.refs.subtract(blocks)
+        gone = [block for block in blocks if not self.refs[block]]
+        self.shared = {tokens: block for tokens, block in self.shared.items() if block not in gone}
+        self.free += gone
 
     def recompute(self, key: RequestKey, first_token: int, now: float) -> None:
         self.calls.append(("recompute", key))
@@ -142,17 +176,21 @@ class FakeEngine:
 
     def finish(self, key: RequestKey) -> None:
         request, _ = self.decoding.pop(key)
-        self.free += request.blocks
+        self._let_go(request.blocks)
 
     # both
 
     def release(self, key: RequestKey, now: float) -> None:
         self.calls.append(("release", key))
-        request = self.granted.pop(key, None) or self.reserved.pop(key, None)
+        received = self.reserved.pop(key, None)
+        request = self.granted.pop(key, None) or received
         if request is not None:
             assert key not in self.releases, f"{key} released twice"
             self.releases.append(key)
-            self.free += request.blocks
+            if received is not None:
+                self._let_go(received.blocks)
+            else:
+                self.free += request.blocks
 
     def abort(self, key: RequestKey, now: float) -> list[Effect]:
         request = self.waiting.pop(key, None) or (None if key in self.ended else self.granted.get(key))
@@ -162,13 +200,11 @@ class FakeEngine:
         return [Ended(request, "abort")]
 
     def check(self) -> None:
-        """I3: each block is free or held exactly once."""
-        held = [
-            b
-            for r in (*self.granted.values(), *self.reserved.values(), *(r for r, _ in self.decoding.values()))
-            for b in r.blocks
-        ]
-        assert sorted(held + self.free) == list(range(self.num_blocks))
+        """I3: each block is free or held, once on the prefill side and as often as it is counted on the decode side."""
+        held = [b for r in self.granted.values() for b in r.blocks]
+        received = [b for r in (*self.reserved.values(), *(r for r, _ in self.decoding.values())) for b in r.blocks]
+        assert Counter(received) == +self.refs
+        assert sorted([*held, *set(received), *self.free]) == list(range(self.num_blocks))
 
 
 def key_of(number: int, attempt: int = 0) -> RequestKey:

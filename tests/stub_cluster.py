@@ -35,10 +35,10 @@ MAX_MODEL_LEN = 512
 WAIT_S = 20.0
 
 
-def expected_tokens(prompt: Sequence[int], num_tokens: int, seed: int = 0) -> list[int]:
+def expected_tokens(prompt: Sequence[int], num_tokens: int, seed: int = 0, sample: int = 0) -> list[int]:
     """What an undisturbed run answers."""
     sampling = SamplingParams(max_tokens=num_tokens, seed=seed)
-    request = EngineRequest(RequestKey("", 0), list(prompt), sampling)
+    request = EngineRequest(RequestKey("", 0, sample), list(prompt), sampling)
     for _ in range(num_tokens):
         request.tokens.append(made_up_token(request))
     return request.tokens[len(prompt) :]

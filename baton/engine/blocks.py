@@ -1,34 +1,124 @@
-"""Which KV blocks are free. Knows ids only; who holds which block is the engine core's to know."""
+"""Which KV blocks are free, how often the others are held, and what those that may be reused contain.
+
+Knows ids, counts and keys only; who holds which block, and what a key means, is `baton.engine.block_tables`' to know.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Sequence
+
 
 class BlockPool:
-    """Hands out block ids `0 .. num_blocks - 1`; each is held by exactly one owner or free (I3)."""
+    """Hands out block ids `0 .. num_blocks - 1`. Each is in one of three states (I3):
+
+        free ──allocate──► held (`refs` > 0) ──free──► free, or cached if it is registered
+                             ▲──share──────── cached ──allocate──► held anew, its registration dropped
+
+    A cached block has no holder and keeps its content until no free block is left; then those that were held the
+    longest time ago go first, and of the blocks that are freed together the last.
+    """
 
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
+        self.refs = [0] * num_blocks
+        """Holders by block id."""
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._is_free = bytearray(b"\x01" * num_blocks)
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        """Registered blocks without a holder, in the order in which they are given away."""
+        self._keys: list[tuple[bytes, ...]] = [()] * num_blocks
+        """What each block is registered as."""
+        self._by_key: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Blocks that nobody holds, the cached ones included."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody holds and whose content is still known."""
+        return len(self._cached)
+
+    # --- holding --------------------------------------------------------------------------------
 
     def allocate(self, num_blocks: int) -> list[int] | None:
         """`num_blocks` ids, or None if fewer are free: all or nothing, so that no two can wait for each other."""
-        if num_blocks > len(self._free):
+        if num_blocks == 1 and self._free:
+            block = self._free.pop()
+            self.refs[block] = 1
+            return [block]
+        if num_blocks > self.num_free:
             return None
         if num_blocks == 0:
             return []
         blocks = self._free[-num_blocks:]
         del self._free[-num_blocks:]
+        while len(blocks) < num_blocks:
+            block, _ = self._cached.popitem(last=False)
+            self.forget(block)
+            blocks.append(block)
         for block in blocks:
-            self._is_free[block] = 0
+            self.refs[block] = 1
         return blocks
 
-    def free(self, blocks: list[int]) -> None:
-        for block in blocks:
-            assert not self._is_free[block], f"block {block} freed twice"
-            self._is_free[block] = 1
-        self._free.extend(blocks)
+    def share(self, block: int) -> None:
+        """One more holder of a registered block."""
+        if self.refs[block] == 0:
+            del self._cached[block]
+        assert self._keys[block], f"block {block} has no known content"
+        self.refs[block] += 1
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """One holder less of each. The last of them is the first to be given away: a chain goes from its end."""
+        refs = self.refs
+        for block in reversed(blocks):
+            assert refs[block] > 0, f"block {block} freed twice"
+            refs[block] -= 1
+            if refs[block] == 0:
+                if self._keys[block]:
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
+
+    def num_unheld(self, blocks: Sequence[int]) -> int:
+        """How many of them count as free now, and would not if they were shared."""
+        return sum(self.refs[block] == 0 for block in blocks)
+
+    # --- content --------------------------------------------------------------------------------
+
+    def register(self, block: int, key: bytes) -> None:
+        """The held block contains what `key` says. Where another block does already, that one stays the one."""
+        assert self.refs[block] > 0, f"block {block} has no holder"
+        by_key = self._by_key
+        if key not in by_key:
+            by_key[key] = block
+            known = self._keys[block]
+            self._keys[block] = (*known, key) if known else (key,)
+
+    def find(self, key: bytes) -> int | None:
+        """The block that contains this, held or cached."""
+        return self._by_key.get(key)
+
+    def keys_of(self, block: int) -> tuple[bytes, ...]:
+        return self._keys[block]
+
+    def forget(self, block: int) -> None:
+        """Drop what the block, which is not a cached one, is registered as. Its holders keep it."""
+        assert block not in self._cached
+        for key in self._keys[block]:
+            del self._by_key[key]
+        self._keys[block] = ()
+
+    # --- audit ----------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Assert that each block is free, cached or held, and that keys and blocks agree."""
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free) and free.isdisjoint(cached)
+        for block, (refs, keys) in enumerate(zip(self.refs, self._keys, strict=True)):
+            assert (refs > 0) + (block in free) + (block in cached) == 1, f"block {block} has {refs} holders"
+            assert keys or block not in cached, f"block {block} is cached as nothing"
+            assert not keys or block not in free, f"block {block} is free and registered"
+            assert all(self._by_key[key] == block for key in keys)
+        assert len(self._by_key) == sum(len(keys) for keys in self._keys)

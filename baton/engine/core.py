@@ -14,7 +14,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from baton.engine.blocks import BlockPool
+from baton.engine.block_tables import BlockTables
 from baton.engine.policy import BatchPolicy
 from baton.engine.request import (
     ChunkDone,
@@ -24,16 +24,19 @@ from baton.engine.request import (
     EngineRequest,
     PromptDone,
     RequestState,
-    StepItem,
     StepPlan,
 )
+from baton.engine.step import Step
 from baton.errors import InvalidRequestError, RequestTooLargeError
 from baton.protocol import FinishReason, LoadReport, RequestKey
 from baton.timeline import Mark
 
 
 class EngineCore:
-    """The scheduler of one worker. `block_size` in tokens, `max_model_len` counts prompt and output."""
+    """The scheduler of one worker. `block_size` in tokens, `max_model_len` counts prompt and output.
+
+    `fingerprint` names the model whose KV the pool holds: a prefix is found only under the same one.
+    """
 
     def __init__(
         self,
@@ -45,8 +48,11 @@ class EngineCore:
         max_model_len: int,
         policy: BatchPolicy,
         eos_token_ids: Iterable[int] = (),
+        prefix_cache: bool = True,
+        fingerprint: str = "",
     ):
-        self.pool = BlockPool(num_blocks)
+        self.tables = BlockTables(num_blocks, block_size, fingerprint=fingerprint, prefix_cache=prefix_cache)
+        self.pool = self.tables.pool
         self.block_size = block_size
         self.max_batch_tokens = max_batch_tokens
         self.max_batch_requests = max_batch_requests
@@ -97,12 +103,13 @@ class EngineCore:
         needed = request.num_context if request.handoff else request.max_len - 1
         if not self.can_ever_hold(needed):
             raise RequestTooLargeError(
-                f"{needed} tokens need {self._blocks_for(needed)} KV blocks, this worker has {self.pool.num_blocks}"
+                f"{needed} tokens need {self.tables.blocks_for(needed)} KV blocks, "
+                f"this worker has {self.pool.num_blocks}"
             )
 
     def can_ever_hold(self, num_tokens: int) -> bool:
         """Whether an empty pool has room for the KV of `num_tokens` tokens."""
-        return self._blocks_for(num_tokens) <= self.pool.num_blocks
+        return self.tables.blocks_for(num_tokens) <= self.pool.num_blocks
 
     # --- hand-over, prefill side ----------------------------------------------------------------
 
@@ -131,32 +138,39 @@ class EngineCore:
     def reserve(self, request: EngineRequest, num_tokens: int, now: float) -> list[int] | None:
         """Hold blocks for `num_tokens` tokens of a request whose KV another worker will send.
 
-        All or nothing; None if they are not free now, or if a request that came earlier waits for blocks.
-        Raises RequestError where it can never run here.
+        The first `request.num_prefix_blocks` are in the pool already, and need not be sent. All or nothing; None if
+        they are not free now, or if a request that came earlier waits for blocks. Raises RequestError where it can
+        never run here.
         """
         self._validate(request)
-        if any(self._missing_blocks(waiting) > 0 for waiting in self._waiting):
+        tables = self.tables
+        if any(tables.num_missing(waiting) > 0 and not tables.waits(waiting) for waiting in self._waiting):
             return None
-        blocks = self.pool.allocate(self._blocks_for(num_tokens))
-        if blocks is None:
+        if not tables.reserve(request, num_tokens):
             return None
         if not request.sampling.ignore_eos:
             request.stop_ids |= self._eos
-        request.blocks = blocks
         request.state = RequestState.RESERVED
         request.transfer_holds = True
         self._requests[request.key] = request
-        return blocks
+        return request.blocks
+
+    def is_coming(self, request: EngineRequest) -> bool:
+        """Whether what `reserve` would hold blocks for is just being received for another request."""
+        return self.tables.is_coming(request)
 
     def adopt(self, key: RequestKey, first_token: int, now: float) -> None:
-        """The KV of all context tokens is in the request's blocks: decode from `first_token` on."""
+        """The KV of all context tokens is in the request's blocks and right: decode from `first_token` on."""
         request = self._reserved(key)
         request.num_computed = request.num_context
+        self.tables.received(request)
         self._take_over(request, first_token, now)
 
     def recompute(self, key: RequestKey, first_token: int, now: float) -> None:
-        """The KV cannot be used: compute it here. The reserved blocks stay and are overwritten."""
-        self._take_over(self._reserved(key), first_token, now)
+        """What was sent cannot be used: compute it here. The reserved blocks stay and are overwritten."""
+        request = self._reserved(key)
+        self.tables.withdraw(request)
+        self._take_over(request, first_token, now)
 
     def _take_over(self, request: EngineRequest, first_token: int, now: float) -> None:
         request.tokens.append(first_token)
@@ -190,19 +204,19 @@ class EngineCore:
             return []
         return [self._end(request, reason)]
 
-    def _end(self, request: EngineRequest, reason: FinishReason) -> Ended:
+    def _end(self, request: EngineRequest, reason: FinishReason, problem: str | None = None) -> Ended:
         request.ended = True
         if request.state is RequestState.RUNNING:
             del self._running[request.key]
         elif request.state is RequestState.WAITING and self._uncredited.pop(request.key, None) is None:
             self._waiting.remove(request)
+        self.tables.withdraw(request)
         self._free_if_done(request)
-        return Ended(request, reason)
+        return Ended(request, reason, problem)
 
     def _free_if_done(self, request: EngineRequest) -> None:
         if request.ended and not request.in_step and not request.transfer_holds:
-            self.pool.free(request.blocks)
-            request.blocks = []
+            self.tables.free(request)
             del self._requests[request.key]
 
     # --- steps ----------------------------------------------------------------------------------
@@ -210,11 +224,18 @@ class EngineCore:
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step, or None if there is nothing to do. `complete` must follow before the next call."""
         assert self._plan is None, "the last step is not complete"
-        step = Step(self, now)
+        step = Step(
+            self.tables,
+            self._running,
+            self._waiting,
+            max_batch_tokens=self.max_batch_tokens,
+            max_batch_requests=self.max_batch_requests,
+            now=now,
+        )
         self._policy.plan(step)
         if not step.items:
             return None
-        self._plan = StepPlan(step.items)
+        self._plan = StepPlan(step.items, step.copies)
         return self._plan
 
     def complete(self, plan: StepPlan, tokens: Sequence[int | None], now: float) -> list[Effect]:
@@ -222,6 +243,7 @@ class EngineCore:
         assert plan is self._plan, "complete() without its schedule()"
         self._plan = None
         self.num_steps += 1
+        self.tables.end_copies(plan)
         effects: list[Effect] = []
         for item, token in zip(plan.items, tokens, strict=True):
             request = item.request
@@ -229,7 +251,14 @@ class EngineCore:
             if request.ended:
                 self._free_if_done(request)
                 continue
-            request.num_computed = item.start + item.num_tokens
+            if item.problem is not None:
+                effects.append(self._end(request, "error", item.problem))
+                continue
+            request.num_computed = computed = item.start + item.num_tokens
+            if computed >= request.register_at:
+                self.tables.computed(request)
+            if item.prompt_logprobs is not None:
+                request.keep_prompt_logprobs(item.start, item.prompt_logprobs)
             if token is None:
                 if request.handoff:
                     self._chunk_done(request, effects)
@@ -239,11 +268,17 @@ class EngineCore:
             if num_new <= 2:
                 request.marks.setdefault(Mark.FIRST_TOKEN if num_new == 1 else Mark.SECOND_TOKEN, now)
             finish: FinishReason | None = None
-            if token in request.stop_ids and request.num_outputs > request.sampling.min_tokens:
+            if token in request.stop_ids and request.may_stop:
                 finish = "stop"
             elif len(request.tokens) >= request.max_len:
                 finish = "length"
-            effects.append(Emit(request, len(request.tokens) - request.num_prompt - 1, token, finish))
+            index = len(request.tokens) - request.num_prompt - 1
+            if item.logprobs is None and not request.prompt_logprobs:
+                effects.append(Emit(request, index, token, finish))
+            else:
+                prompt_logprobs = tuple(request.prompt_logprobs) or None
+                effects.append(Emit(request, index, token, finish, item.logprobs, prompt_logprobs))
+                request.prompt_logprobs = []
             if finish is not None:
                 request.marks[Mark.FINISHED] = now
                 effects.append(self._end(request, finish))
@@ -261,6 +296,7 @@ class EngineCore:
         effects: list[Effect] = []
         for item in plan.items:
             item.request.in_step = False
+            self.tables.distrust(item.request)
             if item.request.ended:
                 self._free_if_done(item.request)
             else:
@@ -269,7 +305,7 @@ class EngineCore:
 
     def _chunk_done(self, request: EngineRequest, effects: list[Effect], *, last: bool = False) -> None:
         """Full blocks are final as soon as they are computed, the partial one when the prompt is done."""
-        end = self._blocks_for(request.num_computed) if last else request.num_computed // self.block_size
+        end = self.tables.blocks_for(request.num_computed) if last else request.num_computed // self.block_size
         start = request.num_shipped_blocks
         if end > start:
             request.num_shipped_blocks = end
@@ -303,6 +339,7 @@ class EngineCore:
         queued = [*self._waiting, *self._uncredited.values()]
         pending = sum(len(r.tokens) - r.num_computed for r in queued)
         pending += sum(n for r in self._running.values() if (n := len(r.tokens) - r.num_computed) > 1)
+        cache = self.tables.cache
         return LoadReport(
             num_waiting=len(queued),
             num_running=len(self._running),
@@ -310,6 +347,9 @@ class EngineCore:
             blocks_free=self.pool.num_free,
             blocks_total=self.pool.num_blocks,
             num_steps=self.num_steps,
+            blocks_cached=self.pool.num_cached,
+            cache_queried_tokens=cache.num_queried_tokens if cache is not None else 0,
+            cache_hit_tokens=cache.num_hit_tokens if cache is not None else 0,
         )
 
     def live(self) -> list[RequestKey]:
@@ -321,124 +361,11 @@ class EngineCore:
         return [request for request in self._requests.values() if request.blocks]
 
     def check_integrity(self) -> None:
-        """Assert the invariants of the queues and that each block is free or held exactly once (I3)."""
-        held = [block for request in self._requests.values() for block in request.blocks]
-        assert len(held) == len(set(held)), "a block has two holders"
-        assert len(held) + self.pool.num_free == self.pool.num_blocks, (
-            f"{len(held)} blocks held and {self.pool.num_free} free of {self.pool.num_blocks}: {self.holders()}"
-        )
+        """Assert the invariants of the queues and of the block tables (I3)."""
+        self.tables.check_integrity(self._requests.values())
         for request in self._running.values():
             assert request.state is RequestState.RUNNING and not request.ended, request
         for request in self._waiting:
             assert request.state is RequestState.WAITING and not request.ended and request.has_credit, request
         for request in self._uncredited.values():
             assert not request.blocks and not request.has_credit, request
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
-    def _missing_blocks(self, request: EngineRequest) -> int:
-        return self._blocks_for(len(request.tokens)) - len(request.blocks)
-
-
-class Step:
-    """One step under construction: the token budget, and the items chosen so far (`policy.StepOrder`)."""
-
-    def __init__(self, core: EngineCore, now: float):
-        self.items: list[StepItem] = []
-        self._core = core
-        self._now = now
-        self._budget = core.max_batch_tokens
-        self._preempted = False
-
-    def decode(self) -> None:
-        # This loop and the one in `complete` run for every token; they are written out rather than factored.
-        block_size, items, budget = self._core.block_size, self.items, self._budget
-        for request in list(self._core._running.values()):
-            num_tokens = len(request.tokens)
-            if num_tokens - request.num_computed != 1 or request.in_step:
-                continue
-            if budget == 0:
-                break
-            if request.state is not RequestState.RUNNING:
-                continue  # preempted by `_grow` a moment ago
-            if num_tokens > len(request.blocks) * block_size and not self._grow(request):
-                continue
-            if num_tokens - request.num_context == 1:
-                request.marks.setdefault(Mark.DECODE_START, self._now)
-            request.in_step = True
-            budget -= 1
-            items.append(StepItem(request, 1))
-        self._budget = budget
-
-    def prefill(self) -> None:
-        for request in self._core._running.values():
-            remaining = len(request.tokens) - request.num_computed
-            if remaining > 1 and not request.in_step and self._budget > 0:
-                self._add(request, min(remaining, self._budget))
-
-    def admit(self) -> None:
-        core = self._core
-        # Whoever was just preempted must not take back the blocks it lost, or both would starve.
-        waiting: Iterable[EngineRequest] = () if self._preempted else list(core._waiting)
-        must_hold_blocks = False
-        for request in waiting:
-            if self._budget == 0 or len(core._running) >= core.max_batch_requests:
-                return
-            missing = core._missing_blocks(request)
-            if missing > 0:
-                # One free block per running request, so that a newcomer is not preempted in its first steps.
-                if must_hold_blocks or core.pool.num_free - missing < len(core._running):
-                    # First come, first served; but who holds its blocks already may pass, because only
-                    # by running it can give them back.
-                    must_hold_blocks = True
-                    continue
-                request.blocks = [*request.blocks, *(core.pool.allocate(missing) or ())]
-            core._waiting.remove(request)
-            request.state = RequestState.RUNNING
-            core._running[request.key] = request
-            num_new = len(request.tokens) - request.num_context
-            request.marks.setdefault(Mark.DECODE_START if num_new else Mark.PREFILL_START, self._now)
-            self._add(request, min(len(request.tokens) - request.num_computed, self._budget))
-
-    def has_chunk(self) -> bool:
-        return any(item.num_tokens > 1 for item in self.items)
-
-    def _add(self, request: EngineRequest, num_tokens: int) -> None:
-        request.in_step = True
-        self._budget -= num_tokens
-        self.items.append(StepItem(request, num_tokens))
-
-    def _grow(self, request: EngineRequest) -> bool:
-        """One more block, taken from the youngest request if none is free; False if there is none to take."""
-        pool = self._core.pool
-        while (blocks := pool.allocate(1)) is None:
-            victim = self._victim(request)
-            if victim is None:
-                return False  # older requests or transfers hold the rest; they will end
-            self._preempt(victim)
-        request.blocks = [*request.blocks, *blocks]
-        return True
-
-    def _victim(self, request: EngineRequest) -> EngineRequest | None:
-        """The youngest request whose KV can be computed again: adopted and waiting, else running after `request`."""
-        for candidate in reversed(self._core._waiting):
-            if candidate.blocks and not candidate.transfer_holds:
-                return candidate
-        for candidate in reversed(self._core._running.values()):
-            if candidate is request:
-                return None
-            if not candidate.transfer_holds and not candidate.in_step:
-                return candidate
-        return None
-
-    def _preempt(self, victim: EngineRequest) -> None:
-        core = self._core
-        core.pool.free(victim.blocks)
-        victim.blocks = []
-        victim.num_computed = 0
-        self._preempted = True
-        if victim.state is RequestState.RUNNING:
-            del core._running[victim.key]
-            victim.state = RequestState.WAITING
-            core._waiting.appendleft(victim)

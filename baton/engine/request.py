@@ -14,11 +14,15 @@ transfer that reads or writes them releases them (`transfer_holds`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 
 import msgspec
 
-from baton.protocol import FinishReason, RequestKey, SamplingParams
+from baton.protocol import FinishReason, RequestKey, SamplingParams, TokenLogprobs
+
+NEVER = 1 << 62
+"""More tokens than any request has."""
 
 
 class RequestState(Enum):
@@ -53,6 +57,18 @@ class EngineRequest:
         "marks",
         "stop_ids",
         "max_len",
+        "plain",
+        "prompt_logprobs",
+        "cache_salt",
+        "block_keys",
+        "context_key",
+        "announced_key",
+        "awaited_key",
+        "copy_source",
+        "num_prefix_blocks",
+        "num_cached_tokens",
+        "num_registered_blocks",
+        "register_at",
     )
 
     def __init__(
@@ -64,6 +80,7 @@ class EngineRequest:
         prior: tuple[int, ...] | list[int] = (),
         handoff: bool = False,
         deadline: float | None = None,
+        cache_salt: str = "",
     ):
         self.key = key
         self.sampling = sampling
@@ -88,6 +105,29 @@ class EngineRequest:
         self.stop_ids: frozenset[int] = frozenset(sampling.stop_token_ids)
         """The engine core adds the model's EOS ids unless `ignore_eos`."""
         self.max_len = self.num_prompt + sampling.max_tokens
+        self.plain = is_plain(sampling)
+        """Its tokens are the most probable ones, and nobody asks about others."""
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
+        """Of the prompt's tokens so far, if they are wanted; empty again once they went out with the first token."""
+        # What the block tables and the prefix cache keep of it.
+        self.cache_salt = cache_salt
+        """Whatever beside model and tokens changes the KV: only requests of equal salt share blocks."""
+        self.block_keys: list[bytes] = []
+        """`prefix_cache` keys of its full blocks, as far as they were asked for."""
+        self.context_key: bytes | None = None
+        self.announced_key: bytes | None = None
+        """The block that others may wait for, because this request computes or receives it."""
+        self.awaited_key: bytes | None = None
+        self.copy_source: int | None = None
+        """Held until its content is copied into the block that `num_computed` is in, before the first step."""
+        self.num_prefix_blocks = 0
+        """Decode side: blocks of the context that need not be sent."""
+        self.num_cached_tokens = 0
+        """Tokens of the prompt that were in the cache when it was first admitted, and so were not computed."""
+        self.num_registered_blocks = 0
+        """Full blocks that the prefix cache was told of."""
+        self.register_at = NEVER
+        """The number of computed tokens from which on the prefix cache must be told again."""
 
     @property
     def sample(self) -> int:
@@ -104,6 +144,26 @@ class EngineRequest:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether its steps are to report on the prompt: once, so not after the first token, wherever that was."""
+        return self.sampling.prompt_logprobs is not None and len(self.tokens) == self.num_prompt
+
+    def keep_prompt_logprobs(self, start: int, new: list[TokenLogprobs]) -> None:
+        """Take those of the prompt tokens from `start` + 1 on. What a preempted request computes again replaces."""
+        known = self.prompt_logprobs or [None]
+        assert len(known) > start, f"{self!r} has the log probabilities of {len(known)} prompt tokens before {start}"
+        known[start + 1 :] = new
+        self.prompt_logprobs = known
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether a stop id in the output ends the request; before `min_tokens` one is there only for want of others.
+
+        With structured output it then means that the form is complete, and nothing can follow.
+        """
+        return self.num_outputs > self.sampling.min_tokens or self.sampling.structured is not None
+
+    @property
     def forbidden(self) -> frozenset[int]:
         """Ids that the next token may not be: those that would end the request before `min_tokens`."""
         return self.stop_ids if self.num_outputs < self.sampling.min_tokens else frozenset()
@@ -115,10 +175,22 @@ class EngineRequest:
         )
 
 
-class StepItem:
-    """What one step does for one request: compute `tokens[start : start + num_tokens]`, perhaps sample."""
+def is_plain(sampling: SamplingParams) -> bool:
+    """Whether the most probable token is taken and nothing else is asked for."""
+    s = sampling
+    changes = s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1 or s.logit_bias
+    limits = s.allowed_token_ids is not None or s.bad_token_ids or s.min_tokens or s.structured is not None
+    reports = s.logprobs is not None or s.prompt_logprobs is not None
+    return s.temperature == 0 and not changes and not limits and not reports
 
-    __slots__ = ("request", "start", "num_tokens", "samples")
+
+class StepItem:
+    """What one step does for one request: compute `tokens[start : start + num_tokens]`, perhaps sample.
+
+    The last three are the runner's to fill in, where the request asks for them or cannot go on.
+    """
+
+    __slots__ = ("request", "start", "num_tokens", "samples", "logprobs", "prompt_logprobs", "problem")
 
     def __init__(self, request: EngineRequest, num_tokens: int):
         self.request = request
@@ -126,15 +198,23 @@ class StepItem:
         self.num_tokens = num_tokens
         self.samples = start + num_tokens == len(request.tokens)
         """The last known token is computed, so the step yields the next one."""
+        self.logprobs: TokenLogprobs | None = None
+        """Of the sampled token."""
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
+        """Of the prompt's tokens from `start` + 1 on, as far as this chunk's logits reach."""
+        self.problem: str | None = None
+        """Why this request, and no other of the step, has to end with an error."""
 
 
 class StepPlan:
     """One engine step: which requests advance by how many tokens. No phases in it."""
 
-    __slots__ = ("items", "total_tokens")
+    __slots__ = ("copies", "items", "total_tokens")
 
-    def __init__(self, items: list[StepItem]):
+    def __init__(self, items: list[StepItem], copies: Sequence[tuple[int, int]] = ()):
         self.items = items
+        self.copies = copies
+        """`(source, target)`: blocks to be copied before anything is computed."""
         self.total_tokens = sum(item.num_tokens for item in items)
 
     @property
@@ -152,6 +232,9 @@ class Emit(msgspec.Struct, frozen=True):
     index: int
     token: int
     finish: FinishReason | None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """With the request's first token."""
 
 
 class ChunkDone(msgspec.Struct, frozen=True):
@@ -173,6 +256,8 @@ class Ended(msgspec.Struct, frozen=True):
 
     request: EngineRequest
     reason: FinishReason
+    problem: str | None = None
+    """What the runner said where it could not go on."""
 
 
 Effect = Emit | ChunkDone | PromptDone | Ended

@@ -8,14 +8,24 @@ One uniform per position: Philox 4x64-10 (Salmon et al., "Parallel random number
 SC 2011) keyed by the seed, with the counter (position, sample). There is no state to carry around or to
 hand over. The token is the inverse of the cumulative distribution, in token-id order, at that uniform.
 
-What may be drawn is narrowed in vLLM's order, each step on what the one before has left: forbidden ids,
-temperature, `min_p`, `top_k`, `top_p` (Holtzman et al., "The curious case of neural text degeneration",
-ICLR 2020). With temperature 0 only the forbidden ids matter, as the others never remove the most probable token.
+The order of all that changes a distribution is vLLM's, each step working on what the one before has left:
+
+1. what may be taken at all: the form of structured output, `allowed_token_ids`, `bad_token_ids`, `min_tokens`;
+2. `logit_bias`;
+3. `repetition_penalty`, `frequency_penalty`, `presence_penalty`;
+4. `temperature`, `min_p`, `top_k`, `top_p` (Holtzman et al., "The curious case of neural text degeneration", 2020).
+
+1 to 3 are `baton.engine.logit_processors`, and count with temperature 0 too; 4 is here. Log probabilities
+(`baton.engine.logprobs`) are of the model's distribution, before any of it.
+
+Per row of numpy rather than in a batch: each row must give the same bits however many others there are, and
+elementwise numpy does, whatever its threads or alignment. Weights are float32, their sums float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +33,16 @@ import torch
 
 from baton.protocol import SamplingParams
 
-Weights = npt.NDArray[np.float64]
+Row = npt.NDArray[np.float32]
+"""Logits of one place, shape [vocab]."""
+Weights = npt.NDArray[np.float32]
+"""Probabilities up to a common factor."""
+Ids = npt.NDArray[np.intp]
+
+MIN_TEMPERATURE = 1e-30
+"""Below it 1 / temperature is no float32; the most probable tokens alone have weight long before."""
+SPAN = 128
+"""Weights are summed in spans of so many, and only the span that is hit is looked into."""
 
 
 def uniform(seed: int, sample: int, position: int) -> float:
@@ -35,82 +54,110 @@ def uniform(seed: int, sample: int, position: int) -> float:
     return float(int(bits) >> 11) * 2.0**-53  # the upper 53 bits: as many as a float64 holds exactly
 
 
-def draw(logits: Weights, temperature: float, u: float, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0) -> int:
+def draw(logits: Row, temperature: float, u: float, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0) -> int:
     """Token id at quantile `u` in [0, 1) of what is left of softmax(logits / temperature), in token-id order.
 
-    `logits`: shape [vocab]; `temperature` > 0. Never returns a token of probability 0.
+    `logits`: shape [vocab], float32, not all -inf; `temperature` > 0. Never returns a token of probability 0.
     """
+    best = logits.max()
+    ids = _candidates(logits, best, temperature, top_k, min_p)
+    scores = logits if ids is None else logits[ids]
     with np.errstate(over="ignore", under="ignore"):
-        weights = np.exp((logits - logits.max()) / temperature)
-    if top_k or top_p < 1 or min_p:
-        weights = narrow(weights, top_k, top_p, min_p)
-    cumulative = np.cumsum(weights)
-    total = cumulative[-1]
-    token = int(np.searchsorted(cumulative, u * total, side="right"))
-    if token == len(cumulative):  # u * total was rounded up to total: the last token that has weight
-        token = int(np.searchsorted(cumulative, total, side="left"))
-    return token
-
-
-def narrow(weights: Weights, top_k: int, top_p: float, min_p: float) -> Weights:
-    """The weights with 0 for what the three rule out; the most probable token always stays.
-
-    weights: shape [vocab], probabilities up to a common factor. Tokens as probable as the k-th most
-    probable one pass `top_k`; within the last ones that `top_p` takes, of equals the lower ids go first.
-    """
+        weights = np.subtract(scores, best)
+        weights *= np.float32(1 / max(temperature, MIN_TEMPERATURE))
+        np.exp(weights, out=weights)
     if min_p:
-        weights = np.where(weights >= min_p * weights.max(), weights, 0.0)
-    if 0 < top_k < len(weights):
-        kth = np.partition(weights, len(weights) - top_k)[len(weights) - top_k]
-        weights = np.where(weights >= kth, weights, 0.0)
+        ids, weights = _keep(ids, weights, np.flatnonzero(weights >= min_p))  # the largest weight is 1
     if top_p < 1:
-        total = weights.sum()
-        # All tokens below this weight together have less than 1 - top_p: they need no sorting.
-        ids = np.flatnonzero(weights >= (1 - top_p) * total / len(weights))
-        ids = ids[np.argsort(-weights[ids], kind="stable")]
-        before = np.cumsum(weights[ids]) - weights[ids]
-        kept = ids[before < top_p * total]
-        narrowed = np.zeros_like(weights)
-        narrowed[kept] = weights[kept]
-        weights = narrowed
-    return weights
+        ids, weights = _keep(ids, weights, nucleus(weights, top_p))
+    hit = quantile(weights, u)
+    return hit if ids is None else int(ids[hit])
+
+
+def _candidates(logits: Row, best: np.float32, temperature: float, top_k: int, min_p: float) -> Ids | None:
+    """Ids, ascending, of the `top_k` and those as probable as the k-th; with `min_p` perhaps some too many. None: all.
+
+    Both ask for the most probable ones, so it does not matter which comes first; and an exponential is dear.
+    """
+    least = -np.inf
+    if 0 < top_k < len(logits):
+        least = float(np.partition(logits, len(logits) - top_k)[len(logits) - top_k])
+    if min_p:
+        least = max(least, float(best) + temperature * (math.log(min_p) - 0.01))
+    return None if least == -np.inf else np.flatnonzero(logits >= np.float32(least))
+
+
+def _keep(ids: Ids | None, weights: Weights, kept: Ids) -> tuple[Ids, Weights]:
+    return (kept if ids is None else ids[kept]), weights[kept]
+
+
+def nucleus(weights: Weights, top_p: float) -> Ids:
+    """Indices, ascending, of the fewest largest weights that together have `top_p` < 1 of all; of equals the first.
+
+    Sorts only the weights at the border: all are counted by the upper bits of their float32, whose order is theirs.
+    """
+    bins = weights.view(np.int32) >> 18  # 32 bins for each power of two
+    np.subtract(bins.max(), bins, out=bins)
+    mass = np.cumsum(np.bincount(bins, weights=weights))
+    goal = top_p * mass[-1]
+    last = int(np.searchsorted(mass, goal, side="left"))
+    kept = bins < last
+    border = np.flatnonzero(bins == last)
+    border = border[np.argsort(-weights[border], kind="stable")]
+    sums = np.cumsum(weights[border], dtype=np.float64)
+    before = (mass[last - 1] if last else 0.0) + sums - weights[border]
+    kept[border[before < goal]] = True
+    return np.flatnonzero(kept)
+
+
+def quantile(weights: Weights, u: float) -> int:
+    """The first index up to which the weights sum to more than the share `u` in [0, 1) of all; one that has weight."""
+    spans = len(weights) // SPAN
+    sums = weights[: spans * SPAN].reshape(spans, SPAN).sum(axis=1, dtype=np.float64)
+    rest = weights[spans * SPAN :].sum(dtype=np.float64)
+    cumulative = np.cumsum(np.append(sums, rest))
+    goal = u * cumulative[-1]
+    span = int(np.searchsorted(cumulative, goal, side="right"))
+    if span == len(cumulative):  # u * total was rounded up to total: the last span that has weight
+        span = int(np.searchsorted(cumulative, cumulative[-1], side="left"))
+    start = span * SPAN
+    inside = np.cumsum(weights[start : start + SPAN], dtype=np.float64)
+    hit = int(np.searchsorted(inside, goal - (cumulative[span - 1] if span else 0.0), side="right"))
+    if hit == len(inside):  # rounded likewise: the last one of the span that has weight
+        hit = int(np.searchsorted(inside, inside[-1], side="left"))
+    return start + hit
+
+
+def choose(logits: Row, params: SamplingParams, sample: int, position: int) -> int:
+    """The token for one row. A tie of the most probable ones goes to the lowest id.
+
+    `sample`: which sample of its request the row is; `position`: the index that the new token gets in the
+    request's token sequence. The router mints missing seeds; a row that still has none uses seed 0.
+    """
+    if params.temperature == 0:
+        return int(logits.argmax())  # the first of equal maxima
+    u = uniform(params.seed or 0, sample, position)
+    return draw(logits, params.temperature, u, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
+
+
+def most_probable(logits: torch.Tensor) -> list[int]:
+    """The most probable token of each row of `[rows, vocab]`; ties go to the lowest id."""
+    if logits.device.type == "cpu":  # several times faster than torch's; both take the first of equal maxima
+        tokens: list[int] = logits.numpy().argmax(axis=-1).tolist()
+    else:
+        tokens = torch.argmax(logits, dim=-1).tolist()
+    return tokens
 
 
 def sample(
-    logits: torch.Tensor,
-    params: Sequence[SamplingParams],
-    samples: Sequence[int],
-    positions: Sequence[int],
-    forbidden: Sequence[Collection[int]] | None = None,
+    logits: torch.Tensor, params: Sequence[SamplingParams], samples: Sequence[int], positions: Sequence[int]
 ) -> list[int]:
-    """One token per row. Ties of the most probable token go to the lowest id.
-
-    logits: `[rows, vocab]` float32. `samples` and `positions`, one per row: which sample of its request
-    the row is, and the index that the new token gets in the request's token sequence. `forbidden`: ids
-    that each row may not take, unless that leaves none. The router mints missing seeds; a row that still
-    has none uses seed 0.
-    """
+    """One token per row of `[rows, vocab]` float32; see `choose`."""
     if not len(logits) == len(params) == len(samples) == len(positions):
         raise ValueError(
             f"{len(logits)} rows, {len(params)} params, {len(samples)} samples, {len(positions)} positions"
         )
-    if forbidden is not None and any(forbidden):
-        logits = _without(logits, forbidden)
-    tokens: list[int] = torch.argmax(logits, dim=-1).tolist()  # documented: the first of equal maxima
-    for row, p in enumerate(params):
-        if p.temperature > 0:
-            u = uniform(p.seed or 0, samples[row], positions[row])
-            scores = logits[row].cpu().numpy().astype(np.float64)
-            tokens[row] = draw(scores, p.temperature, u, top_k=p.top_k, top_p=p.top_p, min_p=p.min_p)
-    return tokens
-
-
-def _without(logits: torch.Tensor, forbidden: Sequence[Collection[int]]) -> torch.Tensor:
-    """A copy in which each row's forbidden ids have no probability."""
-    logits = logits.clone()
-    vocab_size = logits.shape[1]
-    for row, ids in enumerate(forbidden):
-        known = [i for i in ids if i < vocab_size]  # stop ids come from clients
-        if len(known) < vocab_size:
-            logits[row, known] = -torch.inf
-    return logits
+    if all(p.temperature == 0 for p in params):
+        return most_probable(logits)
+    rows = logits.cpu().numpy()
+    return [choose(rows[i], p, samples[i], positions[i]) for i, p in enumerate(params)]

@@ -40,6 +40,11 @@ def prompt_of(length: int, salt: int = 0) -> list[int]:
     return [(length * 31 + salt * 17 + i) % 1000 for i in range(length)]
 
 
+def kv_bytes_of(length: int) -> int:
+    """Of a prompt of so many tokens."""
+    return LAYOUT.num_blocks_for(length) * LAYOUT.block_bytes
+
+
 class HeldTransport:
     """The decode worker's end of a wire that is slow: while `held`, arrived blocks stay where they are."""
 
@@ -385,11 +390,63 @@ def test_a_prompt_of_whole_blocks_moves_exactly_those(num_blocks: int) -> None:
 
 @TRANSPORTS
 def test_prompts_around_a_block_and_the_same_one_again(transport: str) -> None:
-    """Row 14: 1, B-1, B, B+1 tokens, twice each; all complete, prefill is freed."""
+    """Row 14: 1, B-1, B, B+1 tokens, twice each; all complete, prefill is freed. The second time nothing moves."""
     with StubCluster(SPLIT, transport=transport, engine=ENGINE) as cluster, cluster.client() as client:
-        for length in (1, B - 1, B, B + 1) * 2:
-            done = client.generate(prompt_of(length), max_tokens=4, seed=0)
-            assert (list(done.token_ids), done.attempts) == (expected_tokens(prompt_of(length), 4), 1)
+        for again in (False, True):
+            for length in (1, B - 1, B, B + 1):
+                done = client.generate(prompt_of(length), max_tokens=4, seed=0)
+                assert (list(done.token_ids), done.attempts) == (expected_tokens(prompt_of(length), 4), 1)
+                assert done.kv_bytes == (0 if again else kv_bytes_of(length))
+                assert done.usage.cached_tokens == (length - 1 if again else 0)
+        ended_well(cluster)
+
+
+@TRANSPORTS
+def test_samples_of_a_prompt_share_its_blocks(transport: str) -> None:
+    """Row 24: n = 4, and a batch of prompts x n: as many choices, distinct; each prompt crosses the wire once."""
+    pools = {"prefill": {"workers": 2}, "decode": {"workers": 2}}
+    with (
+        StubCluster(pools, transport=transport, engine=ENGINE) as cluster,
+        cluster.client() as client,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        lengths = [1, B - 1, B, B + 1, 3 * B, 100, 200]
+        batch = [(length, prompt_of(length)) for length in lengths]
+        done = list(pool.map(lambda item: client.generate(item[1], n=4, max_tokens=20, seed=0), batch))
+        for (length, prompt), completion in zip(batch, done, strict=True):
+            answers = [list(choice.token_ids) for choice in completion.choices]
+            assert answers == [expected_tokens(prompt, 20, sample=i) for i in range(4)]
+            assert len({tuple(answer) for answer in answers}) == 4
+            assert completion.kv_bytes == kv_bytes_of(length)
+            assert completion.usage.cached_tokens == 3 * (length - 1)
+        assert sum(w.core.load().cache_hit_tokens for w in cluster.workers.values()) == sum(
+            3 * (length - 1) + 3 * length for length in lengths
+        )
+        ended_well(cluster)
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("sample", [0, 2])
+def test_one_sample_that_is_aborted_leaves_the_others(transport: str, sample: int) -> None:
+    """Row 24: of four, one is aborted, be it the one whose prompt is computed for all: three are left."""
+    gate = Gate("prefill-0", lambda plan: any(item.start for item in plan.items))  # the second chunk
+    with (
+        StubCluster(SPLIT, transport=transport, engine=ENGINE, step_s=gate.step_s) as cluster,
+        cluster.client() as client,
+    ):
+        prompt = prompt_of(100)
+        with client.stream(prompt, n=4, max_tokens=20, seed=0) as stream:
+            assert gate.reached.wait(20)
+            stream.cancel(sample)
+            wait_until(lambda: client.status().num_requests == 3, "one has ended")
+            gate.open()
+            done = stream.result()
+        for choice in done.choices:
+            if choice.index == sample:
+                assert (choice.finish_reason, choice.token_ids) == ("abort", ())
+            else:
+                assert list(choice.token_ids) == expected_tokens(prompt, 20, sample=choice.index)
+        assert done.kv_bytes == kv_bytes_of(100)
         ended_well(cluster)
 
 

@@ -15,9 +15,22 @@ import pytest
 
 from baton.config import parse_config
 from baton_cluster.local import LocalCluster
-from tests.golden.tiny_models import VOCAB
+from tests.golden.tiny_models import VOCAB, assert_greedy, make_tiny_model, save_tokenizer
 
 TOKENS = 24
+WINDOWS: dict[str, dict[str, Any]] = {
+    "Gemma 3": {
+        "architecture": "Gemma3ForCausalLM",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 24,
+    },
+    "Cohere 2, by transformers": {
+        "architecture": "Cohere2ForCausalLM",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 24,
+    },
+}
+SPLIT = {"prefill": {"kv_memory_mib": 8}, "decode": {"kv_memory_mib": 8}}
 
 
 def corpus() -> list[list[int]]:
@@ -30,7 +43,9 @@ def corpus() -> list[list[int]]:
     return prompts
 
 
-def answers(model: Path, pools: dict[str, Any], transport: str, policy: str) -> list[tuple[int, ...]]:
+def answers(
+    model: Path, pools: dict[str, Any], transport: str, policy: str, prompts: list[list[int]]
+) -> list[tuple[int, ...]]:
     tree = {
         "launcher": "local",
         "model": {"source": str(model), "dtype": "float32"},
@@ -40,14 +55,14 @@ def answers(model: Path, pools: dict[str, Any], transport: str, policy: str) -> 
         "liveness": {"heartbeat_s": 1.0, "timeout_s": 30.0},
     }
     with LocalCluster(parse_config(tree)) as cluster, cluster.client() as client, ThreadPoolExecutor(16) as pool:
-        done = pool.map(lambda p: client.generate(p, max_tokens=TOKENS, ignore_eos=True), corpus())
+        done = pool.map(lambda p: client.generate(p, max_tokens=TOKENS, ignore_eos=True), prompts)
         return [completion.token_ids for completion in done]
 
 
 @pytest.mark.parametrize(
     ("pools", "transport", "policy"),
     [
-        ({"prefill": {"kv_memory_mib": 8}, "decode": {"kv_memory_mib": 8}}, "zmq+tcp", "mixed"),
+        (SPLIT, "zmq+tcp", "mixed"),
         ({"prefill": {"kv_memory_mib": 8, "workers": 2}, "decode": {"kv_memory_mib": 8}}, "inproc", "prefill_first"),
     ],
     ids=["split over zmq", "2+1 over inproc"],
@@ -55,11 +70,22 @@ def answers(model: Path, pools: dict[str, Any], transport: str, policy: str) -> 
 def test_fifty_prompts_split_equal_colocated(
     tiny_model: Path, pools: dict[str, Any], transport: str, policy: str
 ) -> None:
-    colocated = answers(tiny_model, {"both": {"kv_memory_mib": 8}}, "inproc", "mixed")
-    split = answers(tiny_model, pools, transport, policy)
+    colocated = answers(tiny_model, {"both": {"kv_memory_mib": 8}}, "inproc", "mixed", corpus())
+    split = answers(tiny_model, pools, transport, policy, corpus())
     wrong = {
         i: f"differs at token {next(n for n, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)}"
         for i, (a, b) in enumerate(zip(colocated, split, strict=True))
         if a != b
     }
     assert not wrong
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_split_models_with_windows_equal_hugging_face(kind: str, tmp_path: Path) -> None:
+    """Most prompts are longer than the windows; the KV outside them is handed over like all."""
+    model = make_tiny_model(tmp_path, **WINDOWS[kind])
+    save_tokenizer(tmp_path)
+    prompts = corpus()[:20]
+    for prompt, tokens in zip(prompts, answers(tmp_path, SPLIT, "zmq+tcp", "mixed", prompts), strict=True):
+        assert len(tokens) == TOKENS
+        assert_greedy(model, [*prompt, *tokens], len(prompt))

@@ -26,6 +26,7 @@ from baton.errors import (
     RequestTooLargeError,
 )
 from baton.protocol import (
+    PROTOCOL_VERSION,
     Abort,
     Delta,
     Done,
@@ -102,7 +103,7 @@ class FakeWorker:
         self._socket.setsockopt(zmq.ROUTING_ID, self.info.incarnation.encode())
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(self._back)
-        self.send(Join(1, self.info, time.monotonic()))
+        self.send(Join(PROTOCOL_VERSION, self.info, time.monotonic()))
         beat_at = time.monotonic()
         while not self._stop.is_set():
             if self._socket.poll(5 if self._todo else 20):
@@ -247,7 +248,11 @@ def test_where_the_time_went(start: Start) -> None:
     plain = done.to_dict()
     assert plain["text"] == "abca"
     assert sum(plain["timeline"]["stages"].values()) == pytest.approx(done.timeline.total())
-    assert json.loads(json.dumps(plain))["usage"] == {"prompt_tokens": 3, "completion_tokens": 4}
+    assert json.loads(json.dumps(plain))["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 4,
+        "cached_tokens": 0,
+    }
 
 
 def test_all_kinds_of_prompts(start: Start) -> None:
@@ -609,9 +614,9 @@ BAD = [
     b"\xc1",
     b"\xff" * 40,
     msgpack.packb([1]),
-    msgpack.packb([1, [31]]),
-    msgpack.packb([1, [99, "x"]]),
-    msgpack.packb([1, {"a": 1}]),
+    msgpack.packb([PROTOCOL_VERSION, [31]]),
+    msgpack.packb([PROTOCOL_VERSION, [99, "x"]]),
+    msgpack.packb([PROTOCOL_VERSION, {"a": 1}]),
     msgpack.packb({1: 2}),
     msgpack.packb([[[[]]]]),
 ]
@@ -633,10 +638,10 @@ def test_malformed_bytes_of_clients_are_answered(start: Start, data: bytes) -> N
 def test_a_malformed_request_is_answered_under_its_label(start: Start) -> None:
     rig = start("b0")
     dealer = rig.dealer(rig.front)
-    dealer.send(msgpack.packb([1, [31, "mine", [1, 0]]]))  # max_tokens 0
+    dealer.send(msgpack.packb([PROTOCOL_VERSION, [31, "mine", [1, 0]]]))  # max_tokens 0
     answer = receive(dealer)
     assert (answer.label, answer.code) == ("mine", "codec_error")
-    dealer.send(msgpack.packb([2, [31, "mine", [1, 5]]]))
+    dealer.send(msgpack.packb([PROTOCOL_VERSION + 1, [31, "mine", [1, 5]]]))
     assert receive(dealer).code == "version_mismatch"
     dealer.send_multipart([b"two", b"frames"])
     assert receive(dealer).code == "codec_error"

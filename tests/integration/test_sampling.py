@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,13 @@ import torch
 import xxhash
 from typer.testing import CliRunner
 
-from baton.engine.request import EngineRequest
-from baton.engine.sampler import sample
+from baton.engine.logit_processors import process
+from baton.engine.logprobs import token_logprobs
+from baton.engine.request import EngineRequest, StepPlan
+from baton.engine.sampler import Row, choose
+from baton.engine.step_sampler import prompt_places
 from baton.errors import InvalidRequestError, OverloadedError
-from baton.protocol import RequestKey, SamplingParams
+from baton.protocol import RequestKey, SamplingParams, TokenLogprobs
 from baton_cli.main import app
 from router.client import Completion, RouterClient
 from tests.fakes import VOCAB
@@ -33,13 +37,41 @@ CASES = {
 }
 
 
-def sampled_token(request: EngineRequest) -> int:
-    """The real sampler on logits that depend on all tokens so far; letters are likely."""
-    digest = xxhash.xxh3_64_intdigest(b"".join(t.to_bytes(4, "little") for t in request.tokens))
-    logits = np.random.Generator(np.random.Philox(key=digest)).normal(size=VOCAB).astype(np.float32) * 1.5
+def logits_after(tokens: list[int]) -> Row:
+    """Made up, of all tokens so far; letters are likely."""
+    digest = xxhash.xxh3_64_intdigest(b"".join(t.to_bytes(4, "little") for t in tokens))
+    logits = np.random.Generator(np.random.Philox(key=digest)).normal(size=VOCAB).astype(np.float32) * np.float32(1.5)
     logits[ord("a") : ord("h")] += 5
-    rows = torch.from_numpy(logits[None])
-    return sample(rows, [request.sampling], [request.sample], [request.num_tokens], [request.forbidden])[0]
+    return logits
+
+
+def logprobs_of(tokens: list[int], position: int, num_top: int) -> TokenLogprobs:
+    return token_logprobs(torch.from_numpy(logits_after(tokens[:position])[None]), [tokens[position]], [num_top])[0]
+
+
+class Reporting:
+    """A stub cluster's runner that also tells what its requests ask about their tokens."""
+
+    def __init__(self, run: Any):
+        self._run = run
+
+    def __call__(self, plan: StepPlan) -> list[int | None]:
+        tokens: list[int | None] = self._run(plan)
+        for item, token in zip(plan.items, tokens, strict=True):
+            request, sampling = item.request, item.request.sampling
+            known, num_top = request.tokens, sampling.prompt_logprobs
+            if request.wants_prompt_logprobs and num_top is not None:
+                item.prompt_logprobs = [logprobs_of(known, i + 1, num_top) for i in prompt_places(item)]
+            if token is not None and sampling.logprobs is not None:
+                item.logprobs = logprobs_of([*known, token], len(known), sampling.logprobs)
+        return tokens
+
+
+def sampled_token(request: EngineRequest) -> int:
+    """The real sampler on these logits."""
+    logits = logits_after(request.tokens)
+    process(logits, request.sampling, request.tokens, request.num_prompt, forbidden=request.forbidden)
+    return choose(logits, request.sampling, request.sample, request.num_tokens)
 
 
 def first_letter_then_made_up(first: int) -> Any:
@@ -51,6 +83,7 @@ def start(case: str, *, next_token: Any = sampled_token, eos: int | None = EOS, 
     cluster = StubCluster(pools, transport=transport, engine=ENGINE, **sections)
     for name, worker in cluster.workers.items():
         cluster.runners[name].next_token = next_token
+        cluster.runners[name].run = Reporting(cluster.runners[name].run)  # type: ignore[method-assign]
         worker.core.engine._eos = frozenset(() if eos is None else (eos,))
     return cluster
 
@@ -115,6 +148,10 @@ TABLE: list[dict[str, Any]] = [
     {"temperature": 1.0, "stop": ["a", "bc"], "min_tokens": 10},
     {"temperature": 1.0, "stop": ["nothing like this"], "max_tokens": 1},
     {"temperature": 1.0, "min_tokens": 24, "max_tokens": 24},
+    {"presence_penalty": 1.0, "frequency_penalty": 0.5, "ignore_eos": True},
+    {"repetition_penalty": 1.4, "temperature": 1.0, "ignore_eos": True},
+    {"logit_bias": {ord("z"): 6.0}, "temperature": 1.0},
+    {"allowed_token_ids": (1, 2, 3), "bad_token_ids": ((1, 1), (2, 3)), "temperature": 2.0},
 ]
 
 
@@ -135,6 +172,28 @@ def test_a_table_of_parameters_gives_what_an_undisturbed_run_gives(cluster: Stub
         assert completion.usage.completion_tokens == len(tokens)
         assert completion.attempts == 1
     assert len({c.finish_reason for c in done}) == 2
+
+
+def assert_reported(prompt: list[int], options: dict[str, Any], done: Completion) -> None:
+    """To the bit: these logits do not depend on a batch."""
+    for choice in done.choices:
+        tokens = [*prompt, *choice.token_ids]
+        wanted = [logprobs_of(tokens, i, options["logprobs"]) for i in range(len(prompt), len(tokens))]
+        assert list(choice.logprobs or ()) == wanted
+    about_prompt = [None, *(logprobs_of(prompt, i, options["prompt_logprobs"]) for i in range(1, len(prompt)))]
+    assert list(done.prompt_logprobs or ()) == about_prompt
+
+
+def test_row_25_log_probabilities_are_those_of_an_undisturbed_run(cluster: StubCluster) -> None:
+    rows: list[dict[str, Any]] = [{}, {"stop": ["ab", "cc"]}, {"n": 3}, {"frequency_penalty": 1.0, "n": 2}]
+    runs = [
+        (prompt_of(i), {"max_tokens": 14, "temperature": 1.0, "seed": i, "logprobs": 3, "prompt_logprobs": 1, **row})
+        for i, row in enumerate(rows * 3)
+    ]
+    with cluster.client() as client, ThreadPoolExecutor(8) as pool:
+        done = list(pool.map(lambda run: client.generate(run[0], **run[1]), runs))
+    for (prompt, options), completion in zip(runs, done, strict=True):
+        assert_reported(prompt, options, completion)
 
 
 def test_streams_add_up_and_hold_back_only_what_may_stop(cluster: StubCluster) -> None:
@@ -305,8 +364,10 @@ def test_a_worker_that_dies_costs_neither_samples_nor_stops() -> None:
         broken.run = run_then_fail  # type: ignore[method-assign]
         options: dict[str, Any] = {"max_tokens": 40, "min_tokens": 20, "temperature": 1.0, "seed": 2, "n": 4}
         options |= {"stop": ["aa", "bb", "ab"], "stop_token_ids": [ord("g")]}
-        done = client.generate(prompt_of(20), **options)
+        reports = {"logprobs": 2, "prompt_logprobs": 0}
+        done = client.generate(prompt_of(20), **options, **reports)
         assert choices_of(done) == [expected(prompt_of(20), i, ignore_eos=True, **options) for i in range(4)]
+        assert_reported(prompt_of(20), reports, done)
         assert done.attempts > 1
         cluster.wait_ledger_zero()
 
@@ -362,6 +423,27 @@ def test_the_command_line_passes_it_all_on() -> None:
     for i, (text, _, reason) in enumerate(wanted):
         assert f"[{i}] {reason}" in shown
         assert text in shown
+
+
+def test_submit_takes_penalties_and_shows_log_probabilities(tmp_path: Path) -> None:
+    penalties = {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
+    flags = [part for name, value in penalties.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    _, tokens, _ = expected([ord(c) for c in "hello"], max_tokens=6, **penalties)
+    wanted = [logprobs_of([*map(ord, "hello"), *tokens], 5 + i, 2)._asdict() for i in range(len(tokens))]
+    with start("split inproc") as cluster:
+        submit = ["submit", "hello", "--raw", "--address", cluster.address]
+        asking = [*submit, "--max-tokens", "6", "--logprobs", "2", *flags]
+        answer = json.loads(CliRunner().invoke(app, [*asking, "--json"], catch_exceptions=False).stdout)
+        shown = CliRunner().invoke(app, asking, catch_exceptions=False).stdout
+        broken = tmp_path / "schema.json"
+        broken.write_text("{")
+        for form in (["--json-schema", str(broken)], ["--regex", "[a"], ["--regex", "a", "--choice", "b"]):
+            with pytest.raises(InvalidRequestError):
+                CliRunner().invoke(app, [*submit, *form], catch_exceptions=False)
+    assert answer["token_ids"] == tokens
+    assert answer["choices"][0]["logprobs"] == json.loads(json.dumps(wanted))
+    assert "most probable" in shown
+    assert f"{wanted[0]['logprob']:.3f}" in shown
 
 
 def test_block_size_fits_the_table() -> None:

@@ -72,6 +72,8 @@ class Ask(NamedTuple):
     """The step outlasts `router.request_timeout_s`."""
     stop_after: int | None = None
     """This token of the undisturbed answer is a stop token."""
+    family: int | None = None
+    """Prompts of one family begin alike; None: one of its own."""
 
 
 class Scenario(NamedTuple):
@@ -101,7 +103,19 @@ CANCELS = (At(0, 0), At(0, CHUNK), At(1), At(2), At(5))
 TOO_LARGE = [Ask(MAX_MODEL_LEN, 1), Ask(8 * B, B), Ask(20, 4), Ask(8 * B, 1), Ask(7 * B + 1, B - 1)]
 FAILING = [Ask(20, 6), Ask(100, 6, fail=At(0, 2 * CHUNK)), Ask(20, 6, fail=At(1)), Ask(20, 6, fail=At(3)), Ask(20, 6)]
 LATE = [Ask(100, 6, stall=At(0, CHUNK)), Ask(20, 6), Ask(20, 6, stall=At(3)), Ask(20, 6)]
+AGAIN = [
+    *(Ask(n, 5, family=0) for n in (1, B - 1, B, B + 1, CHUNK, 2 * CHUNK + 1, 30, 30, 100, 100)),
+    Ask(100, 40, family=1),
+    Ask(120, 5, family=1),
+    Ask(100, 10, cancel=At(1), family=1),
+    Ask(120, 10, cancel=At(3), family=1),
+]
 SCENARIOS = {
+    "the same beginning": Scenario(SPLIT, AGAIN),
+    "the same beginning zmq+tcp": Scenario(SPLIT, AGAIN, "zmq+tcp://127.0.0.1"),
+    "the same beginning colocated": Scenario(BOTH, AGAIN),
+    "the same beginning corrupt": Scenario(SPLIT, AGAIN, corrupt=True),
+    "no prefix cache": Scenario(SPLIT, AGAIN, sections={"engine": {**SECTIONS["engine"], "prefix_cache": False}}),
     "colocated": Scenario(BOTH, plain(*CANCELS)),
     "two colocated": Scenario({"both": {"workers": 2}}, plain(*CANCELS)),
     "split": Scenario(SPLIT, plain(*CANCELS)),
@@ -142,8 +156,14 @@ class Seen(NamedTuple):
     blocks: dict[tuple[str, str], int]
 
 
+def numbered(asks: list[Ask]) -> list[Ask]:
+    """Each with a family."""
+    return [ask if ask.family is not None else ask._replace(family=100 + i) for i, ask in enumerate(asks)]
+
+
 def prompt_of(ask: Ask) -> list[int]:
-    return [(ask.prompt * 31 + i) % 1000 for i in range(ask.prompt)]
+    assert ask.family is not None
+    return [(ask.family * 137 + i) % 1000 for i in range(ask.prompt)]
 
 
 def sampling_of(ask: Ask) -> SamplingParams:
@@ -209,7 +229,7 @@ class Real:
             wait_until(self.is_introduced, "all workers are acquainted")
             self.order = InOrder(cluster)
             with cluster.client() as client:
-                return [self.one(client, ask) for ask in self.scenario.asks]
+                return [self.one(client, ask) for ask in numbered(self.scenario.asks)]
 
     def is_introduced(self) -> bool:
         ports: list[Any] = [w.core.send for w in self.cluster.workers.values() if w.core.send is not None]
@@ -315,7 +335,7 @@ class Simulated:
             refuse(self.cluster.workers[worker_id].core)
 
     def run(self) -> list[Seen]:
-        return [self.one(ask) for ask in self.scenario.asks]
+        return [self.one(ask) for ask in numbered(self.scenario.asks)]
 
     def one(self, ask: Ask) -> Seen:
         cluster, history = self.cluster, self.cluster.history
@@ -387,6 +407,7 @@ def test_the_scenarios_reach_what_they_are_for() -> None:
         "hears AbortTransfer",
         "hears Ack",
         "says HandoffDone 7",
+        "says HandoffDone 0",
     ):
         assert must in what
     for code in ("engine_error", "timeout"):

@@ -1,8 +1,10 @@
 """EngineCore under whatever order of events its driver and its ports may produce, on pools that are too small.
 
-After every event each block is free or held once (I3); the blocks of the step under way and of every
-transfer are still their requests' (I5, I4); plans keep the budget and compute only what is known. Each
-accepted request ends once (I1), with token indices without gap or repetition (I2). And from wherever an
+Prompts begin alike, so that blocks are shared; a model of the KV cache's content says at each step and hand-over
+whether every position that is read holds the KV of exactly the tokens up to it, and nothing is written that another
+reads. After every event each block is free, cached or held as often as tables name it (I3); the blocks of the step
+under way and of every transfer are still their requests' (I5, I4); plans keep the budget and compute only what is
+known. Each accepted request ends once (I1), with token indices without gap or repetition (I2). And from wherever an
 example stops: once transfers answer, everything ends within a bound of steps, and no block is held.
 """
 
@@ -10,7 +12,9 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -25,8 +29,15 @@ from baton.protocol import RequestKey, SamplingParams
 
 B = 4
 EOS = 99
+PROMPT = st.integers(1, 20)
 MAX_MODEL_LEN = 48
 PICK = st.integers(0, 1 << 16)
+
+
+def prompt_of(family: int, length: int) -> list[int]:
+    """Three families: two begin alike for a block and a half, the third shares nothing."""
+    start = 1000 * (family if family != 1 else 0)
+    return [start + i + (500 if family == 1 and i >= 6 else 0) for i in range(length)]
 
 
 class Life:
@@ -57,8 +68,16 @@ class Engine(RuleBasedStateMachine):
         max_batch_tokens=st.integers(1, 12),
         max_batch_requests=st.integers(1, 5),
         policy=st.sampled_from(sorted(POLICIES)),
+        prefix_cache=st.sampled_from([True, True, True, False]),
     )
-    def start(self, num_blocks: int, max_batch_tokens: int, max_batch_requests: int, policy: str) -> None:
+    def start(
+        self,
+        num_blocks: int,
+        max_batch_tokens: int,
+        max_batch_requests: int,
+        policy: str,
+        prefix_cache: bool = True,
+    ) -> None:
         self.now = 0.0
         self.core = EngineCore(
             num_blocks=num_blocks,
@@ -68,26 +87,32 @@ class Engine(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN,
             policy=POLICIES[policy](),
             eos_token_ids=[EOS],
+            prefix_cache=prefix_cache,
         )
         self.lives: dict[RequestKey, Life] = {}
-        self.number = self.num_preemptions = 0
+        self.number = self.num_preemptions = self.num_copies = self.num_waits = 0
         self.plan: StepPlan | None = None
         self.in_step: dict[RequestKey, list[int]] = {}
         """Blocks of the requests in the step under way."""
-        self.memory: dict[tuple[int, int], tuple[RequestKey, int]] = {}
-        """What the KV cache holds at (block, offset): whose, and of which position."""
+        self.memory: dict[tuple[int, int], Any] = {}
+        """What the KV cache holds at (block, offset): the salt and the tokens that it was computed from."""
 
     # --- what the machine knows -------------------------------------------------------------------
 
-    def new(self, prompt: int, max_tokens: int, prior: int, kind: str, deadline: float | None = None) -> EngineRequest:
+    def new(
+        self, prompt: int | list[int], max_tokens: int, prior: int, kind: str, deadline: float | None = None
+    ) -> EngineRequest:
         self.number += 1
+        if isinstance(prompt, int):
+            prompt = prompt_of(self.number % 3, prompt)
         return EngineRequest(
             RequestKey(f"{self.number:x}", 0),
-            list(range(prompt)),
+            prompt,
             SamplingParams(max_tokens=max_tokens, ignore_eos=self.number % 4 == 0),
             prior=[50] * prior,
             handoff=kind == "handoff",
             deadline=None if deadline is None else self.now + deadline,
+            cache_salt="other" if self.number % 7 == 0 else "",
         )
 
     def fits(self, request: EngineRequest) -> bool:
@@ -107,24 +132,57 @@ class Engine(RuleBasedStateMachine):
     def is_reserved(self, life: Life) -> bool:
         return life.request.state is RequestState.RESERVED and life.transfer
 
-    def write(self, life: Life, start: int, end: int) -> None:
-        """The KV of these positions is written into the request's blocks."""
+    def kv(self, request: EngineRequest, position: int) -> Any:
+        return request.cache_salt, tuple(request.tokens[: position + 1])
+
+    def write(self, life: Life, start: int, end: int, *, garbage: bool = False) -> None:
+        """The KV of these positions, or nonsense, is written into the request's blocks."""
+        request = life.request
+        for index in range(start // B, -(-end // B)):
+            block = request.blocks[index]
+            readers = [other for other in self.lives.values() if block in other.request.blocks]
+            assert readers == [life], f"{request!r} writes block {block}, which others read: {readers}"
         for position in range(start, end):
-            at = life.request.blocks[position // B], position % B
-            self.memory[at] = life.request.key, position
+            at = request.blocks[position // B], position % B
+            self.memory[at] = "garbage" if garbage else self.kv(request, position)
 
     def read(self, life: Life, end: int) -> None:
         """All KV before position `end` is where it should be."""
+        request = life.request
+        blocks = list(request.blocks)
+        if request.copy_source is not None:
+            blocks[request.num_computed // B] = request.copy_source
         for position in range(end):
-            found = self.memory.get((life.request.blocks[position // B], position % B))
-            assert found == (life.request.key, position), f"{life.request!r}: at {position} is the KV of {found}"
+            found = self.memory.get((blocks[position // B], position % B))
+            assert found == self.kv(request, position), f"{request!r}: at {position} is the KV of {found}"
 
     def compute(self, plan: StepPlan) -> None:
         """What the runner does, also for requests that have ended meanwhile."""
+        for source, target in plan.copies:
+            self.num_copies += 1
+            for offset in range(B):
+                self.memory[target, offset] = self.memory.get((source, offset))
         for item in plan.items:
             self.write(self.lives[item.request.key], item.start, item.start + item.num_tokens)
         for item in plan.items:
-            self.read(self.lives[item.request.key], item.start + item.num_tokens)
+            blocks = item.request.blocks
+            for position in range(item.start + item.num_tokens):
+                found = self.memory.get((blocks[position // B], position % B))
+                assert found == self.kv(item.request, position), f"{item.request!r}: at {position} is {found}"
+
+    def compute_nonsense(self, plan: StepPlan) -> None:
+        """What a failing step leaves behind, at worst."""
+        for _, target in plan.copies:
+            for offset in range(B):
+                self.memory[target, offset] = "garbage"
+        for item in plan.items:
+            self.write(self.lives[item.request.key], item.start, item.start + item.num_tokens, garbage=True)
+
+    def receive_nonsense(self, life: Life) -> None:
+        """What a transfer that goes wrong leaves behind: anything, in the blocks that were to be sent."""
+        first = life.request.num_prefix_blocks * B
+        if life.kind == "adopted" and first < life.request.num_context:
+            self.write(life, first, life.request.num_context, garbage=True)
 
     def may_adopt(self, life: Life) -> bool:
         return self.is_reserved(life) and not life.gone
@@ -164,7 +222,7 @@ class Engine(RuleBasedStateMachine):
     # --- requests come in -------------------------------------------------------------------------
 
     @rule(
-        prompt=st.integers(1, 20),
+        prompt=PROMPT,
         max_tokens=st.integers(1, 14),
         prior=st.integers(0, 3),
         kind=st.sampled_from(["plain", "plain", "handoff"]),
@@ -172,7 +230,7 @@ class Engine(RuleBasedStateMachine):
         granted=st.booleans(),
     )
     def submit(
-        self, prompt: int, max_tokens: int, prior: int, kind: str, deadline: float | None, granted: bool
+        self, prompt: int | list[int], max_tokens: int, prior: int, kind: str, deadline: float | None, granted: bool
     ) -> None:
         prior = min(prior, max_tokens - 1)
         if kind == "handoff" and max_tokens - prior == 1:
@@ -208,13 +266,15 @@ class Engine(RuleBasedStateMachine):
         life.kind, life.credit = "plain", True
 
     @rule(
-        prompt=st.integers(1, 20),
+        prompt=PROMPT,
         max_tokens=st.integers(2, 14),
         prior=st.integers(0, 3),
         growth=st.integers(0, 14),
         deadline=st.none() | st.floats(0.5, 20),
     )
-    def reserve(self, prompt: int, max_tokens: int, prior: int, growth: int, deadline: float | None) -> None:
+    def reserve(
+        self, prompt: int | list[int], max_tokens: int, prior: int, growth: int, deadline: float | None
+    ) -> None:
         request = self.new(prompt, max_tokens, min(prior, max_tokens - 2), "adopted", deadline)
         if not self.fits(request):
             with pytest.raises(RequestTooLargeError):
@@ -222,7 +282,17 @@ class Engine(RuleBasedStateMachine):
             return
         num_tokens = min(request.num_context + growth, request.max_len - 1)
         free = self.core.pool.num_free
-        overtakes = any(-(-waiting.num_tokens // B) > len(waiting.blocks) for waiting in self.core._waiting)
+        cache = self.core.tables.cache
+        overtakes = any(
+            -(-waiting.num_tokens // B) > len(waiting.blocks)
+            and (cache is None or waiting.blocks or not cache.waits(waiting))
+            for waiting in self.core._waiting
+        )
+        if self.core.is_coming(request):
+            self.num_waits += 1
+            sender = cache._receiving[cache._context_key(request)]  # type: ignore[union-attr]
+            assert self.lives[sender.key].transfer and sender.tokens[: sender.num_context] == request.tokens
+            return
         blocks = self.core.reserve(request, num_tokens, self.now)
         if blocks is None:
             assert self.core.pool.num_free == free
@@ -230,7 +300,36 @@ class Engine(RuleBasedStateMachine):
             return
         assert not overtakes, "who came earlier waits for blocks"
         assert len(blocks) == -(-num_tokens // B)
-        self.lives[request.key] = Life(request, "adopted")
+        self.lives[request.key] = life = Life(request, "adopted")
+        prefix = min(request.num_prefix_blocks * B, request.num_context)
+        assert prefix == request.num_computed
+        self.read(life, prefix)
+
+    @precondition(lambda self: self.lives)
+    @rule(
+        pick=PICK,
+        keep=st.integers(1, 40),
+        more=st.integers(0, 6),
+        kind=st.sampled_from(["plain", "handoff", "adopted"]),
+    )
+    def follow_up(self, pick: int, keep: int, more: int, kind: str) -> None:
+        """A prompt that begins with what a former request was asked and answered, or with a part of it."""
+        prompt = list(self.lives[self.pick(list(self.lives.values()), pick)].request.tokens[:keep])
+        prompt += range(200, 200 + more)
+        if kind == "adopted":
+            self.reserve(prompt, 6, 0, 6, None)
+        else:
+            self.submit(prompt, 6, 0, kind, None, True)
+
+    @rule(prompt=PROMPT, n=st.integers(2, 4), adopted=st.booleans())
+    def samples(self, prompt: int, n: int, adopted: bool) -> None:
+        """The same prompt several times."""
+        tokens = prompt_of(0, prompt)
+        for _ in range(n):
+            if adopted:
+                self.reserve(tokens, 6, 0, 6, None)
+            else:
+                self.submit(tokens, 6, 0, "plain", None, True)
 
     @precondition(lambda self: self.of(self.may_adopt))
     @rule(pick=PICK, token=st.integers(0, 9), trusted=st.booleans())
@@ -239,8 +338,11 @@ class Engine(RuleBasedStateMachine):
 
     def take_over(self, key: RequestKey, token: int, trusted: bool) -> None:
         life = self.lives[key]
+        self.receive_nonsense(life)
         if trusted:  # all of it has come
-            self.write(life, 0, life.request.num_context)
+            first = min(life.request.num_prefix_blocks * B, life.request.num_context)
+            self.write(life, first, life.request.num_context)
+            self.read(life, life.request.num_context)
         (self.core.adopt if trusted else self.core.recompute)(key, token, self.now)
         life.transfer = False
         life.known.append(token)
@@ -257,8 +359,9 @@ class Engine(RuleBasedStateMachine):
     @rule(pick=PICK)
     def release(self, pick: int) -> None:
         key = self.pick(self.of(self.may_release), pick)
-        self.core.release(key, self.now)
         life = self.lives[key]
+        self.receive_nonsense(life)
+        self.core.release(key, self.now)
         life.transfer = False
         life.gone = True
         life.ends = life.ends or ["released"]
@@ -331,7 +434,9 @@ class Engine(RuleBasedStateMachine):
             self.in_step[request.key] = list(request.blocks)
             assert item.start >= holders.get(request, 0), f"{request!r} lost its blocks and took them back at once"
         assert len(self.core._running) <= self.core.max_batch_requests
-        served = [request.state is RequestState.RUNNING for request in queue]
+        followers = [r for r in queue if r.state is RequestState.WAITING and r.awaited_key is not None]
+        self.num_waits += len(followers)
+        served = [request.state is RequestState.RUNNING for request in queue if request not in followers]
         assert served == sorted(served, reverse=True), "who needs blocks gets them first come, first served"
 
     @precondition(lambda self: self.plan is not None)
@@ -352,7 +457,7 @@ class Engine(RuleBasedStateMachine):
         assert plan is not None
         self.plan = None
         self.in_step.clear()
-        self.compute(plan)
+        self.compute_nonsense(plan)
         lost = {item.request.key for item in plan.items if not self.lives[item.request.key].gone}
         effects = self.core.fail_step(plan, self.now)
         assert {effect.request.key for effect in effects} == lost
@@ -402,11 +507,10 @@ class Engine(RuleBasedStateMachine):
     @invariant()
     def blocks_are_conserved(self) -> None:  # I3
         self.core.check_integrity()
-        free = self.core.pool._free
-        assert len(set(free)) == len(free)
-        held = {block for life in self.lives.values() for block in life.request.blocks}
-        assert held.isdisjoint(free)
-        assert len(held) + len(free) == self.core.pool.num_blocks
+        requests = [life.request for life in self.lives.values()]
+        held = {block for request in requests for block in request.blocks}
+        held |= {request.copy_source for request in requests if request.copy_source is not None}
+        assert len(held) + self.core.pool.num_free == self.core.pool.num_blocks
 
     @invariant()
     def the_step_keeps_its_blocks(self) -> None:  # I5
@@ -486,7 +590,7 @@ TestEngine.settings = settings(
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_long_random_traffic(policy: str) -> None:
     """The same machine, driven long and evenly: pools as crowded as Hypothesis' small examples seldom are."""
-    num_preemptions = 0
+    seen: Counter[str] = Counter()
     for seed in range(int(os.environ.get("BATON_EXAMPLES", "150"))):
         draw = random.Random(seed)
         machine = Engine()
@@ -504,8 +608,19 @@ def test_long_random_traffic(policy: str) -> None:
                 machine.release(draw.randint(0, 9))
             if draw.random() < 0.1 and machine.lives:
                 machine.abort(draw.randint(0, 99))
+            if draw.random() < 0.1 and machine.lives:
+                machine.follow_up(
+                    draw.randint(0, 99), draw.randint(1, 20), draw.randint(0, 3), draw.choice(["plain", "adopted"])
+                )
+            if draw.random() < 0.05:
+                machine.samples(draw.randint(1, 10), 3, draw.random() < 0.5)
             machine.steps(draw.randint(0, 2))
             machine.check()
         machine.teardown()
-        num_preemptions += machine.num_preemptions
-    assert num_preemptions > 100
+        cache = machine.core.tables.cache
+        assert cache is not None
+        seen["preemptions"] += machine.num_preemptions
+        seen["copies"] += machine.num_copies
+        seen["waits"] += machine.num_waits
+        seen["hits"] += cache.num_hit_tokens
+    assert min(seen[what] for what in ("preemptions", "copies", "waits", "hits")) > 100, seen

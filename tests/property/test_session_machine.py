@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ class Worker:
 
     def __init__(self, incarnation: str, num_blocks: int):
         self.incarnation = incarnation
-        self.engine = FakeEngine(num_blocks)
+        self.engine = FakeEngine(num_blocks, sharing=True)
         self.memory: dict[int, int] = dict.fromkeys(range(num_blocks), 0)
 
 
@@ -89,8 +90,9 @@ class Frame:
         self.transfer, self.index, self.block, self.source = transfer, index, block, source
 
 
-def content(key: RequestKey, index: int) -> int:
-    return hash((key, index)) & 0xFFFF_FFFF
+def content(tokens: Sequence[int], index: int) -> int:
+    """What the block at `index` of a prompt holds: depends on all tokens up to its end."""
+    return hash(tuple(tokens[: (index + 1) * LAYOUT.block_size])) & 0xFFFF_FFFF
 
 
 class HandOver(RuleBasedStateMachine):
@@ -102,7 +104,11 @@ class HandOver(RuleBasedStateMachine):
         """(from, to, message)."""
         self.frames: list[Frame] = []
         self.failed: Counter[RequestKey] = Counter()
+        self.moved: list[int] = []
+        """Blocks that each hand-over moved, as P tells the router."""
         self.offered: set[RequestKey] = set()
+        self.tokens: dict[RequestKey, tuple[int, ...]] = {}
+        """Each request's prompt."""
         self.p, self.d = Prefill("P0"), Decode("D0")
         self.act(self.p, self.p.port.on_peers((worker_info("D0"),), self.now))
         while self.wire:
@@ -137,7 +143,9 @@ class HandOver(RuleBasedStateMachine):
                 case ToRouter(HandoffRefused(_, key)):
                     # As the router would: place it anew, where it was refused keep it.
                     self.act(worker, self.p.port.replace(Replace(key, None), self.now))
-                case ToRouter(HandoffDone()) | ConnectPeer():
+                case ToRouter(HandoffDone(blocks=blocks)):
+                    self.moved.append(blocks)
+                case ConnectPeer():
                     pass
                 case _:
                     raise AssertionError(action)
@@ -180,16 +188,19 @@ class HandOver(RuleBasedStateMachine):
                 self.act(self.p, self.p.port.on_prompt_done(effect, self.now))  # type: ignore[arg-type]
             else:
                 for index, block in effect.blocks:  # type: ignore[union-attr]
-                    self.p.memory[block] = content(key, index)
+                    self.p.memory[block] = content(request.tokens[: request.num_context], index)
                 self.act(self.p, self.p.port.on_chunk(effect, self.now))  # type: ignore[arg-type]
 
     # --- events -----------------------------------------------------------------------------------
 
-    @rule(num_tokens=st.integers(1, 24), max_tokens=st.integers(2, 20))
-    def submit(self, num_tokens: int, max_tokens: int) -> None:
+    @rule(num_tokens=st.integers(1, 24), max_tokens=st.integers(2, 20), family=st.integers(0, 2))
+    def submit(self, num_tokens: int, max_tokens: int, family: int = 0) -> None:
+        """Prompts of one family begin alike."""
         self.num_requests += 1
         sampling = SamplingParams(max_tokens=max_tokens)
-        submit = Submit(key_of(self.num_requests), tuple(range(num_tokens)), sampling, decode="decode-0")
+        prompt = tuple(range(100 * family, 100 * family + num_tokens))
+        submit = Submit(key_of(self.num_requests), prompt, sampling, decode="decode-0")
+        self.tokens[submit.key] = prompt
         self.offered.add(submit.key)
         self.p.engine.submit(submit)
         self.act(self.p, self.p.port.offer(submit, self.now))
@@ -292,20 +303,22 @@ class HandOver(RuleBasedStateMachine):
             if frame.source is self.p:
                 holder = self.p.engine.granted[frame.transfer.key]
                 assert holder.blocks[frame.index] == frame.block
-                assert self.p.memory[frame.block] == content(frame.transfer.key, frame.index)
+                assert self.p.memory[frame.block] == content(self.tokens[frame.transfer.key], frame.index)
 
     @invariant()
     def no_target_is_given_away(self) -> None:  # I5
         for transfer, blocks in self.d.writable.items():
             if blocks:
-                assert set(blocks.values()) <= set(self.d.engine.reserved[transfer.key].blocks)
+                request = self.d.engine.reserved[transfer.key]
+                assert set(blocks.values()) <= set(request.blocks[request.num_prefix_blocks :])
+                assert all(self.d.engine.refs[block] == 1 for block in blocks.values()), "others read it already"
 
     @invariant()
     def nobody_decodes_from_a_wrong_cache(self) -> None:
         for key, (request, how) in self.d.engine.decoding.items():
             if how == "adopted":
                 for index in range(LAYOUT.num_blocks_for(request.num_context)):
-                    assert self.d.memory[request.blocks[index]] == content(key, index)
+                    assert self.d.memory[request.blocks[index]] == content(self.tokens[key], index)
 
     @invariant()
     def every_transfer_is_open_or_has_ended_once(self) -> None:
@@ -366,7 +379,7 @@ def walk(seed: int, num_steps: int = 200) -> Counter[str]:
     calm = seed % 3 == 0  # few faults: long queues instead
     for _ in range(num_steps):
         events: list[tuple[float, bool, Any]] = [
-            (2, True, lambda: machine.submit(rng.randint(1, 24), rng.randint(2, 20))),
+            (2, True, lambda: machine.submit(rng.randint(1, 24), rng.randint(2, 20), rng.randint(0, 2))),
             (8, bool(machine.wire), lambda: machine.deliver(pick(), 1 if calm else rng.choice(COPIES))),
             (4, bool(machine.wire), lambda: machine.deliver_in_order(rng.randint(1, 8))),
             (8, bool(machine.frames), lambda: machine.frame(pick(), "arrives" if calm else rng.choice(FATES))),
@@ -382,7 +395,9 @@ def walk(seed: int, num_steps: int = 200) -> Counter[str]:
         for check in checks:
             check()
     machine.teardown()
-    return machine.p.port.counters + machine.d.port.counters
+    counters = machine.p.port.counters + machine.d.port.counters
+    counters["moved nothing"] = machine.moved.count(0)
+    return counters
 
 
 @pytest.mark.parametrize("start", range(0, 200, 50))
@@ -395,7 +410,7 @@ def test_long_random_lives(start: int) -> None:
             e.add_note(f"seed {seed}")
             raise
     # No proof if it only ever saw failures: every end and every way to be ignored was taken.
-    for name in (*(end.value for end in ENDS), "ignored", "unknown", "corrupt"):
+    for name in (*(end.value for end in ENDS), "ignored", "unknown", "corrupt", "moved nothing"):
         assert counters[name] > 0, counters
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from baton.codec import Codec
 from baton.errors import InvalidRequestError
-from baton.protocol import MAX_TEXT, Generate
+from baton.protocol import MAX_TEXT, Generate, StructuredOutput
 from router.completion import build_generate
 
 HALF_A_PAIR = "a\ud800b"
@@ -62,6 +62,16 @@ def test_prompts(prompt: Any, field: str) -> None:
         *(("stop_token_ids", value) for value in (None, 5, "ab", [-1], [1 << 31], range(2000))),
         *(("stop", value) for value in (5, [1], HALF_A_PAIR, [HALF_A_PAIR])),
         *(("n", value) for value in (0, -1, 1 << 40)),
+        *(("presence_penalty", value) for value in (math.nan, 2.1, -3, True, None)),
+        *(("repetition_penalty", value) for value in (math.nan, math.inf, 0, -1)),
+        *(("logit_bias", value) for value in ({1: 101}, {-1: 1}, {"a": 1}, {1: math.nan}, {1: None}, [1], 5)),
+        *(("allowed_token_ids", value) for value in ([], [-1], "ab", 5)),
+        *(("bad_token_ids", value) for value in ([[]], [5], ["ab"], [[-1]], None, 5)),
+        *((name, value) for name in ("logprobs", "prompt_logprobs") for value in (-1, 21, True, 1.5)),
+        *(("structured", value) for value in ("json", {"kind": "json"}, 5)),
+        ("structured", StructuredOutput("xml")),  # type: ignore[arg-type]
+        ("structured", StructuredOutput("regex", 5)),  # type: ignore[arg-type]
+        ("structured", StructuredOutput("choice", choices=("",))),
         ("ignore_eos", 1),
     ],
 )
@@ -79,3 +89,17 @@ def test_what_can_be_sent_arrives_as_it_was(prompt: Any) -> None:
     codec: Codec[Any] = Codec(Generate)
     message = build_generate("1", prompt, temperature=1, seed=(1 << 63) - 1)
     assert codec.decode(codec.encode(message)) == message
+
+
+def test_what_is_asked_of_sampling_arrives_as_it_was() -> None:
+    codec: Codec[Any] = Codec(Generate)
+    options: Any = {"logit_bias": {5: 1}, "allowed_token_ids": [1, 2], "bad_token_ids": [[1, 2], [3]], "logprobs": 0}
+    message = build_generate("1", [1], presence_penalty=1, structured=StructuredOutput("regex", "a"), **options)
+    assert codec.decode(codec.encode(message)) == message
+    assert (message.sampling.bad_token_ids, message.sampling.logit_bias) == (((1, 2), (3,)), {5: 1.0})
+
+
+def test_structured_output_needs_the_end_of_text() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        build_generate("1", [1], structured=StructuredOutput("json_object"), ignore_eos=True)
+    assert caught.value.field == "ignore_eos"

@@ -14,6 +14,7 @@ from baton.codec import Codec
 from baton.errors import CodecError, VersionError
 from baton.layout import KVLayout
 from baton.protocol import (
+    MAX_CONSTRAINT,
     PROTOCOL_VERSION,
     Abort,
     AttemptFailed,
@@ -34,6 +35,7 @@ from baton.protocol import (
     JoinRefused,
     Leaving,
     LoadReport,
+    LogprobsOut,
     MarksOut,
     Peers,
     Replace,
@@ -41,8 +43,10 @@ from baton.protocol import (
     SamplingParams,
     Status,
     StatusRequest,
+    StructuredOutput,
     Submit,
     ToClient,
+    TokenLogprobs,
     TokenOut,
     Tokens,
     ToRouterFromClient,
@@ -73,6 +77,18 @@ KEY = RequestKey("ab" * 16, 1)
 TRANSFER = TransferId("ab" * 16, 1, 0, "source", "target")
 LAYOUT = KVLayout(2, 1, 16, 64, "float32")
 SAMPLING = SamplingParams(max_tokens=9, temperature=0.5, seed=3, ignore_eos=True, stop_token_ids=(1, 2))
+ASKING = SamplingParams(
+    presence_penalty=-2.0,
+    frequency_penalty=2.0,
+    repetition_penalty=1.5,
+    logit_bias={0: -100.0, 7: 1.5},
+    allowed_token_ids=(1, 2),
+    bad_token_ids=((1, 2), (3,)),
+    logprobs=20,
+    prompt_logprobs=0,
+    structured=StructuredOutput("choice", choices=("a", "é")),
+)
+SAID = TokenLogprobs(5, -0.5, 2, (9, 5), (-0.25, -0.5))
 FULL = SamplingParams(max_tokens=1 << 20, top_k=(1 << 31) - 1, top_p=1e-9, min_p=0.999, min_tokens=1 << 20)
 WORKER = WorkerInfo(
     "w", "i", "p", "both", "f", LAYOUT, 10, 100, 8, "tcp://127.0.0.1:1", "zmq+tcp://127.0.0.1:2", cores=(0, 1)
@@ -84,6 +100,7 @@ MESSAGES: dict[Any, list[Any]] = {
         Heartbeat("i", LoadReport(blocks_free=3, bytes_sent=1 << 50)),
         Leaving("i"),
         Tokens("w", "i", (TokenOut(*KEY, 4, 5, "stop"),), (MarksOut(*KEY, {0: 0.5}),), LoadReport()),
+        Tokens("w", "i", (TokenOut(*KEY, 0, 5, None),), logprobs=(LogprobsOut(*KEY, 0, SAID, (None, SAID)),)),
         AttemptFailed("w", KEY, "refused", "because"),
         HandoffRefused("w", KEY, "d", "full"),
         HandoffDone("w", KEY, 3, 4096, {5: 1.5}),
@@ -94,6 +111,7 @@ MESSAGES: dict[Any, list[Any]] = {
         Leaving("i"),
         Peers((WORKER,)),
         Submit(KEY, (1, 2, 3), SAMPLING, (4,), "d", 2.5),
+        Submit(KEY, (1, 2, 3), ASKING),
         Replace(KEY, None),
         Abort(KEY),
         Abort(KEY._replace(sample=3)),
@@ -101,6 +119,7 @@ MESSAGES: dict[Any, list[Any]] = {
     ToRouterFromClient: [
         Generate("l", SAMPLING, messages=(ChatMessage("user", "héllo 🎉"),)),
         Generate("l", SAMPLING, token_ids=(1, 2)),
+        Generate("l", ASKING, token_ids=(1, 2)),
         Generate("l", FULL, text="x", stop=("a", "é"), include_stop_str_in_output=True, n=64),
         Cancel("l"),
         Cancel("l", 3),
@@ -111,6 +130,7 @@ MESSAGES: dict[Any, list[Any]] = {
     ToClient: [
         Delta("l", (1, 2), "ab"),
         Delta("l", (1, 2), "ab", 3, "stop"),
+        Delta("l", (5, 6), "ab", logprobs=(SAID, None), prompt_logprobs=(None, SAID)),
         Done("l", "r", "length", Usage(1, 2), {0: 0.5}, "p", "d", 1, 10, "x"),
         Explained("l", {"request_id": "ab", "marks": {1: 0.5}}),
         Failed("l", "invalid_request", "empty", "prompt"),
@@ -165,6 +185,34 @@ def test_requests_out_of_range_do_not_get_in(wrong: dict[str, Any]) -> None:
     codec: Codec[Any] = Codec(ToRouterFromClient)
     with pytest.raises(CodecError):
         codec.decode(codec.encode(Generate("l", SAMPLING, text="x", **wrong)))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"presence_penalty": 2.5},
+        {"frequency_penalty": -3.0},
+        {"repetition_penalty": 0.0},
+        {"logit_bias": {1: 101.0}},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": dict.fromkeys(range(1025), 1.0)},
+        {"allowed_token_ids": ()},
+        {"bad_token_ids": ((),)},
+        {"bad_token_ids": ((1,) * 65,)},
+        {"bad_token_ids": ((1,),) * 1025},
+        {"logprobs": 21},
+        {"prompt_logprobs": -1},
+        {"structured": StructuredOutput("xml")},  # type: ignore[arg-type]
+        {"structured": StructuredOutput("regex", "a" * (MAX_CONSTRAINT + 1))},
+        {"structured": StructuredOutput("choice", choices=("",))},
+        {"structured": StructuredOutput("choice", choices=("a",) * 1025)},
+    ],
+    ids=range(16),
+)
+def test_what_is_asked_of_sampling_is_bounded(wrong: dict[str, Any]) -> None:
+    codec: Codec[Any] = Codec(ToRouterFromClient)
+    with pytest.raises(CodecError):
+        codec.decode(codec.encode(Generate("l", SamplingParams(**wrong), text="x")))
 
 
 def test_identities_come_back_as_named_tuples() -> None:

@@ -34,7 +34,8 @@ def make_core(
 
 def request(name: str, prompt: int, max_tokens: int = 5, *, handoff: bool = False, **sampling: object) -> EngineRequest:
     params = SamplingParams(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
-    return EngineRequest(RequestKey(name, 0), list(range(prompt)), params, handoff=handoff)
+    start = 1000 * (1 + sum(name.encode()))  # nothing is shared between names
+    return EngineRequest(RequestKey(name, 0), list(range(start, start + prompt)), params, handoff=handoff)
 
 
 def step(core: EngineCore, token: Callable[[EngineRequest], int] = lambda r: 7) -> list[Effect] | None:

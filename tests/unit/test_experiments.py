@@ -31,7 +31,12 @@ def test_the_same_seed_is_the_same_work_at_every_rate() -> None:
         requests = synthetic(rate=rate, num_requests=20, lengths=Lengths((3, 9), (2, 4)), vocab_size=500, seed=seed)
         return [(r.prompt, r.max_tokens) for r in requests]
 
-    assert work(1, 0) == work(5, 0) != work(1, 1)
+    def without_first(work: list[tuple[tuple[int, ...], int]]) -> list[tuple[tuple[int, ...], int]]:
+        return [(prompt[1:], max_tokens) for prompt, max_tokens in work]
+
+    assert work(1, 0) == work(1, 0) != work(1, 1)
+    assert without_first(work(1, 0)) == without_first(work(5, 0))
+    assert all(a[0] != b[0] for (a, _), (b, _) in zip(work(1, 0), work(5, 0), strict=True)), "no prefix in common"
     for prompt, max_tokens in work(1, 0):
         assert 3 <= len(prompt) <= 9
         assert 2 <= max_tokens <= 4

@@ -9,7 +9,7 @@ import pytest
 
 from baton.errors import ProtocolError, RequestTooLargeError
 from baton.ports import Action, CancelTransfer, ReceiveBlocks, ToPeer, ToRouter
-from baton.protocol import AttemptFailed, SamplingParams, TransferId
+from baton.protocol import PROTOCOL_VERSION, AttemptFailed, SamplingParams, TransferId
 from decode_worker.receive_port import ReceivePort
 from kv_transfer.messages import (
     AbortTransfer,
@@ -28,12 +28,12 @@ from tests.fakes_transfer import LAYOUT, FakeEngine, key_of, transfer_of
 
 LEASE = 30.0
 T1 = transfer_of(1)
-HELLO = Hello(1, "prefill-0", "P1", "f", LAYOUT)
+HELLO = Hello(PROTOCOL_VERSION, "prefill-0", "P1", "f", LAYOUT)
 
 
 class Rig:
-    def __init__(self, num_blocks: int = 32, **options: Any):
-        self.engine = FakeEngine(num_blocks)
+    def __init__(self, num_blocks: int = 32, *, sharing: bool = False, **options: Any):
+        self.engine = FakeEngine(num_blocks, sharing=sharing)
         self.port = ReceivePort(
             worker_id="decode-0",
             incarnation="D1",
@@ -75,7 +75,7 @@ def test_hello() -> None:
 @pytest.mark.parametrize(
     ("changes", "both"),
     [
-        ({"version": 9}, ("9", "1")),
+        ({"version": 9}, ("9", str(PROTOCOL_VERSION))),
         ({"fingerprint": "g"}, ("has g", "has f")),
         ({"layout": msgspec.structs.replace(LAYOUT, block_size=32)}, ("32", "4")),
     ],
@@ -386,3 +386,73 @@ def test_pulling_transport() -> None:
     rig.hear(Data(T1, (1,), (51,)))
     rig.received(0, 1, 2)
     assert said(rig.commit(), Ack)
+
+
+# --- what is here already ---------------------------------------------------------------------------
+
+
+def awaited(actions: list[Action]) -> list[tuple[int, ...]]:
+    return [tuple(index for index, _ in a.blocks) for a in actions if isinstance(a, ReceiveBlocks)]
+
+
+def test_an_offer_waits_for_the_same_prompt_on_its_way_and_holds_up_nobody() -> None:
+    rig = Rig(sharing=True)
+    assert awaited(rig.offer(1, num_tokens=8)) == [(0, 1)]
+    assert rig.offer(2, num_tokens=8) == []
+    assert said(rig.offer(3, num_tokens=9), Accept) == [Accept(transfer_of(3), 0)]
+    assert rig.port.num_waiting() == 1
+    rig.received(0, 1)
+    actions = rig.commit(1, (100, 101))
+    assert said(actions, Ack) == [Ack(T1)]
+    assert said(actions, Accept) == [Accept(transfer_of(2), 2)]
+    assert awaited(actions) == [], "nothing is to come"
+    assert said(rig.commit(2, ()), Ack) == [Ack(transfer_of(2))]
+    assert rig.engine.decoding[key_of(2)][1] == "adopted"
+    rig.engine.check()
+
+
+@pytest.mark.parametrize("how", ["aborted", "wrong", "lost", "lease"])
+def test_whoever_waited_goes_on_when_the_other_transfer_ends_in_any_way(how: str) -> None:
+    rig = Rig(sharing=True)
+    rig.offer(1, num_tokens=8)
+    rig.offer(2, num_tokens=8)
+    if how == "aborted":
+        actions = rig.port.on_abort(key_of(1), 0.0)
+    elif how == "wrong":
+        rig.received(0, 1)
+        actions = rig.commit(1, (100, 999))
+    elif how == "lost":
+        actions = rig.hear(AbortTransfer(T1, "gone"))
+    else:
+        rig.now = LEASE
+        actions = rig.port.on_deadline(rig.now)
+    assert said(actions, Accept) == [Accept(transfer_of(2), 0)]
+    assert awaited(actions) == [(0, 1)]
+
+
+def test_only_what_is_missing_is_awaited_and_verified() -> None:
+    rig = Rig(sharing=True)
+    rig.offer(1, num_tokens=8)
+    rig.received(0, 1)
+    rig.commit(1, (100, 101))
+    actions = rig.offer(2, num_tokens=14)
+    assert said(actions, Accept) == [Accept(transfer_of(2), 2)]
+    assert awaited(actions) == [(2, 3)]
+    with pytest.raises(ProtocolError, match="outside"):
+        rig.hear(Data(transfer_of(2), (1,), (5,)))
+    rig.received(2, 3, transfer=transfer_of(2))
+    assert said(rig.commit(2, (102, 103)), Ack) == [Ack(transfer_of(2))]
+    rig.offer(3, num_tokens=14)
+    rig.received(3, transfer=transfer_of(3))
+    (nack,) = said(rig.commit(3, (0, 0, 102, 103)), Nack)
+    assert "names 4 blocks, 1 were to be sent" in nack.reason
+
+
+def test_a_waiter_that_is_aborted_is_gone() -> None:
+    rig = Rig(sharing=True)
+    rig.offer(1, num_tokens=8)
+    rig.offer(2, num_tokens=8)
+    rig.port.on_abort(key_of(2), 0.0)
+    assert rig.port.num_waiting() == 0
+    rig.received(0, 1)
+    assert said(rig.commit(1, (100, 101)), Accept) == []

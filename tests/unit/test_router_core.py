@@ -10,6 +10,7 @@ from baton.config import RouterConfig
 from baton.errors import InvalidRequestError
 from baton.layout import KVLayout
 from baton.protocol import (
+    PROTOCOL_VERSION,
     Abort,
     AttemptFailed,
     HandoffDone,
@@ -603,10 +604,10 @@ def test_join_is_answered_with_its_own_clock_and_peers_follow() -> None:
 @pytest.mark.parametrize(
     ("info", "version", "both_values"),
     [
-        (worker("d0"), 99, ("99", "1")),
-        (worker("d0", fingerprint="model-b"), 1, ("model-a", "model-b")),
-        (worker("d0", layout=KVLayout(2, 1, 32, 8, "float32")), 1, ("block_size", "4", "32")),
-        (worker("d0", num_blocks=0), 1, ("0 blocks", "1")),
+        (worker("d0"), 99, ("99", str(PROTOCOL_VERSION))),
+        (worker("d0", fingerprint="model-b"), PROTOCOL_VERSION, ("model-a", "model-b")),
+        (worker("d0", layout=KVLayout(2, 1, 32, 8, "float32")), PROTOCOL_VERSION, ("block_size", "4", "32")),
+        (worker("d0", num_blocks=0), PROTOCOL_VERSION, ("0 blocks", "1")),
     ],
     ids=["version", "fingerprint", "layout", "no blocks"],
 )

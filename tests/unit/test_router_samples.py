@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.protocol import Abort, HandoffDone, RequestKey, Submit
+from baton.protocol import Abort, HandoffDone, MarksOut, RequestKey, Submit, Tokens
 from router.actions import RequestDone
 from router.lifecycle import SETTLE_S
 from tests.fakes_router import Script, config_of, out
@@ -43,8 +43,29 @@ def test_each_sample_is_a_request_of_its_own_to_the_workers() -> None:
     s = Script("p0", "p1", "d0", "d1")
     placed = submits(s.generate(n=4))
     assert [key for _, key in placed] == keys(s, 4)
-    assert {to for to, _ in placed} == {"p0", "p1"}
     assert s.core.num_requests == 4
+
+
+def test_all_samples_go_to_one_pair_of_workers_where_they_share_the_prompt() -> None:
+    s = Script("p0", "p1", "d0", "d1")
+    for i in range(3):
+        sent = [(to, m) for to, m in (a for a in s.generate(n=4, label=f"r{i}") if len(a) == 2)]
+        assert len({(to, m.decode) for to, m in sent}) == 1
+    assert {w.prefill_requests for w in s.core.view.workers.values() if w.can_prefill} == {4, 8}
+
+
+def test_cached_tokens_are_those_of_each_samples_last_attempt() -> None:
+    s = Script("b0", "b1")
+    s.generate(n=2)
+    a, b = keys(s, 2)
+    marks = (MarksOut(*a, {}, 3), MarksOut(*b, {}, 5))
+    s.tokens("b0", out(a, 0), out(b, 0, finish="stop"), marks=marks)
+    s.failed("b0", a)
+    again = s.key(attempt=1)
+    late = (MarksOut(*a, {}, 9), MarksOut(*again, {}, 2))
+    message = Tokens("b1", s.life("b1"), (out(again, 1, finish="stop"),), late)
+    (done,) = [a for a in s.core.on_worker_message(s.life("b1"), message, s.now) if isinstance(a, RequestDone)]
+    assert done.usage.cached_tokens == 2 + 5
 
 
 def test_the_request_ends_once_when_all_samples_have() -> None:
@@ -151,9 +172,10 @@ def test_samples_are_retried_by_themselves() -> None:
     s.tokens(placed[a], out(a, 0))
     retried = s.failed(placed[a], a)
     again = s.key(attempt=1)
-    assert submits(retried) == [(placed[b], again)]
+    assert submits(retried) == [("b1", again)], "placed by itself"
     assert next(m for _, m in retried if isinstance(m, Submit)).prior == (10,)
-    assert s.tokens(placed[b], out(b, 0), out(again, 1)) == [("tokens", "x.1", (10,)), ("tokens", "x", (11,))]
+    assert s.tokens(placed[b], out(b, 0)) == [("tokens", "x.1", (10,))]
+    assert s.tokens("b1", out(again, 1)) == [("tokens", "x", (11,))]
 
 
 def test_stale_tokens_of_a_sample_are_told_by_sample() -> None:

@@ -9,7 +9,7 @@ import pytest
 from baton.engine.request import Ended
 from baton.errors import ProtocolError
 from baton.ports import Action, CancelTransfer, ConnectPeer, DropLink, ShipBlocks, ToPeer, ToRouter
-from baton.protocol import AttemptFailed, HandoffDone, HandoffRefused, Replace, TransferId
+from baton.protocol import PROTOCOL_VERSION, AttemptFailed, HandoffDone, HandoffRefused, Replace, TransferId
 from kv_transfer.messages import (
     AbortTransfer,
     Accept,
@@ -102,7 +102,7 @@ def test_peers_are_greeted_once_and_again_after_a_silence() -> None:
     rig = Rig(welcome=False)
     assert rig.port.on_peers((worker_info(),), 1.0) == []
     actions = rig.port.on_peers((worker_info(), worker_info("D2", "decode-1"), worker_info("P1", "prefill-0")), 1.0)
-    hello = Hello(1, "prefill-0", "P1", "f", LAYOUT)
+    hello = Hello(PROTOCOL_VERSION, "prefill-0", "P1", "f", LAYOUT)
     assert actions == [ConnectPeer(worker_info("D2", "decode-1")), ToPeer("D2", hello)]
     assert rig.at(LEASE / 4) == [ToPeer("D1", hello)]
 
@@ -166,7 +166,7 @@ def test_full_prefix_moves_nothing() -> None:
     rig.offer()
     rig.hear(Accept(T1, prefix_blocks=3))
     actions = rig.compute()
-    assert said(actions, Commit) == [Commit(T1, 7, (0, 0, 0), True)]
+    assert said(actions, Commit) == [Commit(T1, 7, (), True)]
     (done,) = said(rig.hear(Ack(T1)), HandoffDone)
     assert done.bytes == 0
     assert rig.engine.releases == [key_of(1)]

@@ -7,7 +7,7 @@ from typing import Any
 from baton.engine.core import EngineCore
 from baton.engine.policy import Mixed
 from baton.ports import Action, FromPrefill, ToPeer
-from baton.protocol import SamplingParams, Submit
+from baton.protocol import PROTOCOL_VERSION, SamplingParams, Submit
 from baton.worker_core import WorkerCore
 from decode_worker.receive_port import ReceivePort
 from kv_transfer.messages import Accept, Hello, Offer
@@ -33,7 +33,7 @@ def decode_core(num_blocks: int) -> WorkerCore:
         expected_growth=4,
     )
     core = WorkerCore(worker_info(), engine, None, receive)
-    core.on_peer_event(FromPrefill("P1", Hello(1, "prefill-0", "P1", "f", LAYOUT)), 0.0)
+    core.on_peer_event(FromPrefill("P1", Hello(PROTOCOL_VERSION, "prefill-0", "P1", "f", LAYOUT)), 0.0)
     return core
 
 

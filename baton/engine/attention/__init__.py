@@ -5,14 +5,17 @@ Knows token counts, block tables and tensors. Must not know requests, sampling o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from baton.engine.kv_cache import KVCache
 from baton.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,43 @@ class AttentionBackend(Protocol):
         ...
 
 
-def attention_backend(name: str, device: torch.device) -> AttentionBackend:
-    """The backend called `name`; `auto` takes the fastest that works on `device`. Raises ConfigError."""
+class StaticDecode(Protocol):
+    """Attention's part of a decode step in buffers that never move, so that a CUDA graph can replay its kernels."""
+
+    size: int
+    """Sequences, of one row each."""
+
+    def fill(self, batch: AttentionBatch) -> None:
+        """Make it the step of this batch of `size` sequences; ordered with the device's current stream."""
+        ...
+
+
+@runtime_checkable
+class StaticAttention(AttentionBackend, Protocol):
+    """A backend whose `attend` also takes a `StaticDecode` as its step, and then reads nothing on the host."""
+
+    def graph_widths(self, size: int, max_blocks: int) -> Sequence[int]:
+        """Ascending: the numbers of blocks per sequence for which graphs of `size` sequences are worth having.
+
+        `max_blocks`: of the longest possible sequence.
+        """
+        ...
+
+    def static_decode(
+        self, size: int, width: int, num_heads: int, kinds: Collection[AttentionKind], kv_cache: KVCache
+    ) -> StaticDecode:
+        """Of sequences of up to `width` blocks; `fill` it before `attend` sees it."""
+        ...
+
+
+def attention_backend(
+    name: str, device: torch.device, *, dtype: str = "float32", head_dim: int = 0
+) -> AttentionBackend:
+    """The backend called `name`; `auto` takes the fastest that works on `device`. `dtype`, `head_dim`: of the KV pool.
+
+    Raises ConfigError where the one that is asked for cannot be had.
+    """
+    from baton.engine.attention.flashinfer_backend import FlashInferAttention, unavailable
     from baton.engine.attention.torch_backend import TorchAttention
     from baton.engine.native.library import kernels
 
@@ -82,6 +120,13 @@ def attention_backend(name: str, device: torch.device) -> AttentionBackend:
         from baton.engine.attention.native_backend import NativeAttention
 
         return NativeAttention()
+    if name == "flashinfer" or (name == "auto" and device.type == "cuda"):
+        reason = unavailable(device, dtype, head_dim)
+        if reason is None:
+            return FlashInferAttention(device)
+        if name == "flashinfer":
+            raise ConfigError("engine.attention", f"cannot be used: {reason}", value=name, allowed="auto, torch")
+        log.warning("attention is computed by torch, which is slower: %s", reason)
     if name in ("auto", "torch"):
         return TorchAttention(device)
-    raise ConfigError("engine.attention", "is not known", value=name, allowed="auto, torch, native")
+    raise ConfigError("engine.attention", "is not known", value=name, allowed="auto, torch, native, flashinfer")

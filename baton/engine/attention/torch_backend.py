@@ -8,7 +8,7 @@ Of a sliding window's sequences only the blocks inside the window are read.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from baton.engine.attention import AttentionBatch, AttentionKind
+from baton.engine.attention.torch_static import TorchDecode, graph_widths
 from baton.engine.kv_cache import KVCache
 
 
@@ -106,9 +107,11 @@ class TorchAttention:
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: KVCache,
-        step: _Step,
+        step: _Step | TorchDecode,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
+        if isinstance(step, TorchDecode):
+            return step.attend(layer, kind, query, key, value)
         rows, heads, head_dim = query.shape
         kv_heads = key.shape[1]
         keys, values = kv_cache.layer(layer)
@@ -134,6 +137,16 @@ class TorchAttention:
             attended = _attention(query[c.first : c.end].transpose(0, 1)[None], k[None], v[None], c.mask, kind)
             out[c.first : c.end] = attended[0].transpose(0, 1)
         return out.view(rows, heads * head_dim)
+
+    def graph_widths(self, size: int, max_blocks: int) -> Sequence[int]:
+        """See `StaticAttention.graph_widths`."""
+        return graph_widths(size, max_blocks)
+
+    def static_decode(
+        self, size: int, width: int, num_heads: int, kinds: Collection[AttentionKind], kv_cache: KVCache
+    ) -> TorchDecode:
+        """See `StaticAttention.static_decode`."""
+        return TorchDecode(size, width, kv_cache)
 
     def _reads(
         self, batch: AttentionBatch, tables: list[np.ndarray], window: int | None, block_size: int, dtype: torch.dtype

@@ -2,6 +2,8 @@
 
 The decoder (`baton.engine.native.decoder`) runs them fused, without torch in between; these are for models that torch
 computes and for tests. Inputs and results are float32 unless said otherwise; weights and KV are float32 or bfloat16.
+Kernels see addresses only, so a wrong dtype is a TypeError here, a wrong size a ValueError. Ids are not looked at: block
+tables must be long enough, and their blocks in the pool.
 Importing this module registers them; it needs the library (`library.kernels()` is not None).
 """
 
@@ -36,8 +38,12 @@ def aligned_bytes(size: int) -> torch.Tensor:
 @torch.library.custom_op("baton::linear", mutates_args=(), device_types="cpu")
 def linear(x: torch.Tensor, packed: torch.Tensor, outs: int, bfloat16: bool, bias: torch.Tensor | None) -> torch.Tensor:
     """`x` `[rows, ins]` times a packed weight of `outs` outputs, plus `bias` `[outs]`."""
-    x = x.contiguous()
+    (x,) = _floats(x)
     rows, ins = x.shape
+    if bias is not None:
+        (bias,) = _floats(bias)
+    if packed.numel() != kernels().packed_bytes(int(bfloat16), outs, ins) or (bias is not None and len(bias) != outs):
+        raise ValueError(f"the packed weight or the bias is not that of {outs} outputs and {ins} inputs")
     out = torch.empty(rows, outs)
     struct = LinearStruct(packed.data_ptr(), None if bias is None else bias.data_ptr(), outs, ins)
     kernels().linear(int(bfloat16), byref(struct), x.data_ptr(), rows, out.data_ptr())
@@ -52,7 +58,9 @@ def _(x: torch.Tensor, packed: torch.Tensor, outs: int, bfloat16: bool, bias: to
 @torch.library.custom_op("baton::rms_norm", mutates_args=(), device_types="cpu")
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm (Zhang and Sennrich 2019) over the last dimension of `x` `[rows, size]`."""
-    x = x.contiguous()
+    x, weight = _floats(x, weight)
+    if weight.shape != x.shape[1:]:
+        raise ValueError(f"a weight of shape {list(weight.shape)} for rows of {x.shape[1]}")
     out = torch.empty_like(x)
     kernels().rms_norm(x.data_ptr(), x.shape[0], x.shape[1], weight.data_ptr(), eps, out.data_ptr())
     return out
@@ -66,7 +74,7 @@ def _(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 @torch.library.custom_op("baton::gated", mutates_args=(), device_types="cpu")
 def gated(gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
     """`[rows, 2 * size]`, gates first -> `[rows, size]`: SiLU or GELU (tanh) of the gate, times up."""
-    gate_up = gate_up.contiguous()
+    (gate_up,) = _floats(gate_up)
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, size)
     kernels().gated(int(gelu), gate_up.data_ptr(), rows, size, out.data_ptr())
@@ -81,10 +89,12 @@ def _(gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
 @torch.library.custom_op("baton::rotate", mutates_args=(), device_types="cpu")
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary embedding of the first 2 * half elements of each head: `x` `[rows, heads, size]`, `cos` `[rows, half]`."""
-    x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
+    x, cos, sin = _floats(x, cos, sin)
     out = torch.empty_like(x)
     rows, heads, size = x.shape
     half = cos.shape[1]
+    if cos.shape != sin.shape or len(cos) != rows or 2 * half > size:
+        raise ValueError(f"cosines {list(cos.shape)} and sines {list(sin.shape)} for {list(x.shape)}")
     kernels().rotate(x.data_ptr(), rows, heads, size, 2 * half, cos.data_ptr(), sin.data_ptr(), out.data_ptr())
     return out
 
@@ -109,7 +119,9 @@ def write_kv(
     keys, values: one layer of the pool, `[blocks, kv_heads, block_size, head_dim]`, blocks at any stride. starts,
     lengths `[n]` and tables `[n, width]`: int32, see `baton.engine.attention.AttentionBatch`.
     """
-    key, value = key.contiguous(), value.contiguous()
+    key, value = _floats(key, value)
+    if key.shape != value.shape or key.shape[1:] != (keys.shape[1], keys.shape[3]):
+        raise ValueError(f"keys {list(key.shape)} and values {list(value.shape)} for a pool of {list(keys.shape)}")
     attention = _attention(keys, values, key.shape[1], None, None)
     sequences = _sequences(starts, lengths, tables)
     kernels().write_kv(_DTYPES[keys.dtype], byref(attention), byref(sequences), key.data_ptr(), value.data_ptr())
@@ -130,7 +142,9 @@ def paged_attention(
 
     The rest is as for `write_kv` and `baton.engine.attention.AttentionKind`.
     """
-    query = query.contiguous()
+    (query,) = _floats(query)
+    if query.shape[1] % keys.shape[1] or query.shape[2] != keys.shape[3]:
+        raise ValueError(f"queries {list(query.shape)} for a pool of {list(keys.shape)}")
     out = torch.empty_like(query)
     attention = _attention(keys, values, query.shape[1], window, softcap)
     sequences = _sequences(starts, lengths, tables)
@@ -155,7 +169,7 @@ def _(
 @torch.library.custom_op("baton::argmax", mutates_args=(), device_types="cpu")
 def argmax(x: torch.Tensor) -> torch.Tensor:
     """The index of the largest value of each row of `x` `[rows, size]`, the first of equals, int64."""
-    x = x.contiguous()
+    (x,) = _floats(x)
     out = torch.empty(x.shape[0], dtype=torch.int64)
     kernels().argmax(x.data_ptr(), x.shape[0], x.shape[1], out.data_ptr())
     return out
@@ -166,10 +180,21 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape[0], dtype=torch.int64)
 
 
+def _floats(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    for tensor in tensors:
+        if tensor.dtype != torch.float32:
+            raise TypeError(f"must be float32, not {tensor.dtype}")
+    return tuple(tensor.contiguous() for tensor in tensors)
+
+
 def _attention(
     keys: torch.Tensor, values: torch.Tensor, heads: int, window: int | None, softcap: float | None
 ) -> AttentionStruct:
     _, kv_heads, block_size, head_dim = keys.shape
+    if keys.dtype not in _DTYPES or keys.dtype != values.dtype:
+        raise TypeError(f"keys and values must be float32 or bfloat16, not {keys.dtype} and {values.dtype}")
+    if head_dim % 2 and keys.dtype == torch.bfloat16:
+        raise ValueError(f"heads of an odd size, {head_dim}, must be float32")
     dense = (block_size * head_dim, head_dim, 1)
     if keys.stride() != values.stride() or keys.stride()[1:] != dense:
         raise ValueError(f"the pool's heads must be dense: keys have strides {keys.stride()}, values {values.stride()}")

@@ -1,0 +1,163 @@
+"""Structured output: what is allowed next, as a function of the output, and which forms are refused in what words."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import baton.engine.structured as structured_module
+from baton.engine.model_spec import load_model_config
+from baton.engine.structured import Grammars, check_structured
+from baton.errors import InvalidRequestError, ModelError
+from baton.protocol import RequestKey, StructuredOutput
+from router.text import TokenizerText
+from tests.byte_model import EOS, VOCAB, make_byte_model
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"], "additionalProperties": False}
+FORMS: dict[str, tuple[StructuredOutput, str]] = {
+    "json": (StructuredOutput("json", json.dumps(SCHEMA)), r'\{\s*"a"\s*:\s*(1|22)\s*\}'),
+    "json_object": (StructuredOutput("json_object"), r"\{.*\}"),
+    "regex": (StructuredOutput("regex", "[ab]{2,4}c"), "[ab]{2,4}c"),
+    "choice": (StructuredOutput("choice", choices=("yes", "no", 'è"\n')), 'yes|no|è"\n'),
+    "grammar": (StructuredOutput("grammar", 'start: "x" start "y" | "z"'), "x*zy*"),
+}
+KEY = RequestKey("0" * 32, 0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_byte_model(tmp_path_factory.mktemp("bytes"))
+
+
+@pytest.fixture
+def grammars(folder: Path) -> Grammars:
+    spec = load_model_config(folder)
+    assert spec.eos_token_ids == (EOS,)
+    return Grammars(folder, spec.vocab_size, spec.eos_token_ids)
+
+
+def walk(grammars: Grammars, form: StructuredOutput, seed: int, key: RequestKey = KEY, limit: int = 60) -> list[int]:
+    """Tokens drawn from what is allowed, up to the end; the end as soon as it is allowed after `limit`."""
+    random = np.random.default_rng(seed)
+    outputs: list[int] = []
+    while not outputs or outputs[-1] != EOS:
+        allowed = np.flatnonzero(grammars.allowed(key, form, outputs))
+        assert allowed.max() <= EOS
+        outputs.append(EOS if EOS in allowed and len(outputs) > limit else int(random.choice(allowed)))
+        assert len(outputs) < 3000
+    return outputs
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FORMS if kind != "json_object"])
+def test_whatever_is_allowed_leads_to_text_of_the_form(grammars: Grammars, folder: Path, kind: str) -> None:
+    form, pattern = FORMS[kind]
+    text = TokenizerText(folder)
+    for seed in range(20):
+        out = text.decode(walk(grammars, form, seed, RequestKey(f"{seed:032x}", 0)))
+        assert re.fullmatch(pattern, out, re.DOTALL), out
+        if kind == "json":
+            assert json.loads(out)["a"] in (1, 22)
+
+
+def test_any_json_object(grammars: Grammars, folder: Path) -> None:
+    allowed = grammars.allowed(KEY, FORMS["json_object"][0], [])
+    text = TokenizerText(folder)
+    (brace,) = text.encode("{")
+    assert allowed[brace]
+    assert not allowed[text.encode("[")[0]]
+    outputs = text.encode('{"x": [1, {"y": null}]}')
+    assert np.flatnonzero(grammars.allowed(KEY, FORMS["json_object"][0], outputs)).tolist() == [EOS]
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_what_is_allowed_is_a_function_of_the_output(folder: Path, kind: str) -> None:
+    """A worker that took the request over, and one that forgot it, allow the same as one that saw every token."""
+    spec = load_model_config(folder)
+    form = FORMS[kind][0]
+    seen, fresh = (Grammars(folder, spec.vocab_size, spec.eos_token_ids) for _ in range(2))
+    outputs = walk(seen, form, 1, limit=10)
+    for n in range(len(outputs)):
+        other = RequestKey(f"{n:032x}", 1)
+        assert np.array_equal(seen.allowed(KEY, form, outputs[:n]), fresh.allowed(other, form, outputs[:n]))
+    assert np.array_equal(seen.allowed(KEY, form, outputs[:1]), fresh.allowed(KEY, form, outputs[:1]))
+
+
+def test_many_requests_are_remembered_in_bounded_room(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured_module, "MAX_MATCHERS", 4)
+    monkeypatch.setattr(structured_module, "MAX_GRAMMARS", 2)
+    outputs: dict[int, list[int]] = {i: [] for i in range(9)}
+    for _ in range(3):
+        for i in outputs:
+            form = StructuredOutput("regex", f"[ab]{{{5 + i}}}")
+            allowed = np.flatnonzero(grammars.allowed(RequestKey(f"{i:032x}", 0), form, outputs[i]))
+            assert len(allowed) == 2
+            outputs[i].append(int(allowed[0]))
+    assert (len(grammars._matchers), len(grammars._starts)) == (4, 2)
+    grammars.forget(RequestKey(f"{8:032x}", 0))
+    grammars.forget(KEY)
+    assert len(grammars._matchers) == 3
+
+
+def test_output_that_does_not_have_the_form_is_an_error_of_this_request(grammars: Grammars) -> None:
+    with pytest.raises(InvalidRequestError, match="does not fit"):
+        grammars.allowed(KEY, FORMS["regex"][0], [1, 2])
+    assert grammars.allowed(KEY, FORMS["regex"][0], []).sum() == 2
+
+
+def test_a_model_without_a_usable_tokenizer_says_so(tmp_path: Path, tiny_model: Path) -> None:
+    form = FORMS["regex"][0]
+    for model, eos, problem in (
+        (None, (1,), "no model folder"),
+        (tmp_path, (1,), "no tokenizer that structured output can use"),
+        (tiny_model, (1,), "no tokenizer that structured output can use"),
+        (tiny_model, (), "no end-of-text token"),
+    ):
+        with pytest.raises(ModelError, match=problem):
+            Grammars(model, VOCAB, eos).allowed(KEY, form, [])
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_good_forms_pass_the_check(kind: str) -> None:
+    check_structured(FORMS[kind][0])
+
+
+@pytest.mark.parametrize(
+    ("form", "problem"),
+    [
+        (StructuredOutput("json", '{"type": '), "not JSON"),
+        (StructuredOutput("json", "[1]"), "a schema is a JSON object"),
+        (StructuredOutput("json", '{"type": "nonsense"}'), "nonsense"),
+        (StructuredOutput("json", '{"$ref": "http://example.com/x"}'), "example.com"),
+        (StructuredOutput("json", "[" * 60_000), "not JSON"),
+        (StructuredOutput("json"), "takes text"),
+        (StructuredOutput("json_object", "{}"), "neither"),
+        (StructuredOutput("regex", "[a"), "regex"),
+        (StructuredOutput("regex"), "takes text"),
+        (StructuredOutput("choice"), "takes choices"),
+        (StructuredOutput("choice", "a", ("b",)), "takes choices"),
+        (StructuredOutput("grammar", "start: other"), "other"),
+        (StructuredOutput("grammar", "}{"), "grammar"),
+    ],
+    ids=range(13),
+)
+def test_bad_forms_are_refused_with_what_is_wrong(form: StructuredOutput, problem: str) -> None:
+    with pytest.raises(InvalidRequestError, match=problem) as caught:
+        check_structured(form)
+    assert caught.value.field == "structured"
+
+
+def test_the_check_needs_neither_torch_nor_a_tokenizer() -> None:
+    import subprocess
+    import sys
+
+    program: Any = (
+        "import sys; from baton.engine.structured import check_structured; from baton.protocol import StructuredOutput;"
+        "check_structured(StructuredOutput('regex', 'a')); print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
