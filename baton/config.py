@@ -90,8 +90,15 @@ class EngineConfig(_Section, frozen=True):
     kernels: Literal["auto", "native", "torch"] = "auto"
     """What computes Baton's own decoder on a CPU: `native`, one call into C++ a step; `torch`; `auto`: native where its
     library was built and fits the model."""
-    attention: Literal["auto", "torch", "native"] = "auto"
-    """Of models that torch computes: `native` on CPUs, `torch` anywhere; `auto`: the fastest there is."""
+    attention: Literal["auto", "torch", "native", "flashinfer"] = "auto"
+    """Of models that torch computes: `native` on CPUs, `flashinfer` on GPUs, `torch` anywhere; `auto`: the fastest."""
+    cuda_graphs: bool = True
+    """On a GPU: capture decode steps at the start and replay them; of models that Baton's own decoder computes."""
+    step_time_target_ms: Annotated[float, msgspec.Meta(gt=0, le=1e6)] | None = None
+    """A step with decodes should not take longer: prompts get smaller chunks beside them, and no more requests are
+    admitted than decode within it. Learned from the steps that ran; None: only the budgets above count."""
+    log_steps: bool = False
+    """Log each step's plan and its reasons (at level INFO of `baton.worker`)."""
     model_impl: Literal["auto", "baton", "transformers"] = "auto"
     """What computes the model: `baton`, Baton's own decoder; `transformers`, its module with Baton's attention, slower;
     `auto`: Baton's where it has the architecture."""

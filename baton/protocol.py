@@ -27,6 +27,8 @@ Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 TokenIds = Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Priority = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+"""Lower is served earlier; 0 is usual."""
 NumSamples = Annotated[int, msgspec.Meta(ge=1, le=64)]
 
 MAX_CONSTRAINT = 1 << 16
@@ -253,6 +255,7 @@ class Submit(_Message, frozen=True, tag=20):
     """worker_id of the decode worker; None or the receiver itself: colocated."""
     timeout_s: float | None = None
     """Seconds from now after which the worker ends the attempt by itself (code `timeout`)."""
+    priority: Priority = 0
 
 
 class Replace(_Message, frozen=True, tag=21):
@@ -375,6 +378,8 @@ class Generate(_Message, frozen=True, tag=31):
     """The text ends after the stop string instead."""
     n: NumSamples = 1
     """Independent answers to the same prompt, numbered from 0."""
+    priority: Priority = 0
+    """Where requests wait, on every worker, and where one has to give its KV blocks up, lower ones go first and stay."""
 
 
 class Cancel(_Message, frozen=True, tag=32):

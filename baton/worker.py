@@ -64,7 +64,7 @@ class EngineWorker:
 
     `cores`: CPU cores that both threads are pinned to, and the number of compute threads; None leaves
     both as they are. `heartbeat_s`, `timeout_s`: see `LivenessConfig`. `step_timeout_s`: a step that
-    takes longer makes the worker unhealthy.
+    takes longer makes the worker unhealthy. `log_steps`: log every step's plan and its reasons.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class EngineWorker:
         heartbeat_s: float = 0.5,
         timeout_s: float = 2.0,
         step_timeout_s: float = 60.0,
+        log_steps: bool = False,
         cores: tuple[int, ...] | None = None,
     ):
         self.core = core
@@ -87,6 +88,7 @@ class EngineWorker:
         self._heartbeat_s = heartbeat_s
         self._router_timeout_s = timeout_s * ROUTER_LOST_AFTER
         self._step_timeout_s = step_timeout_s
+        self._log_steps = log_steps
         self._cores = cores
         self._router: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         self._router.setsockopt(zmq.ROUTING_ID, self.info.incarnation.encode())
@@ -210,6 +212,8 @@ class EngineWorker:
                     condition.wait()  # any event that could make work notifies
             if plan is None:
                 return
+            if self._log_steps:
+                log.info("%s: step %d: %s", self.info.worker_id, core.engine.num_steps, plan.describe())
             self._step_since = time.monotonic()
             try:
                 tokens = self._runner.run(plan)

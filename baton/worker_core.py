@@ -152,6 +152,7 @@ class WorkerCore:
             prior=submit.prior,
             handoff=handoff,
             deadline=None if submit.timeout_s is None else now + submit.timeout_s,
+            priority=submit.priority,
         )
         try:
             self.engine.submit(request, now)

@@ -166,6 +166,7 @@ def submit(
     logprobs: Annotated[
         int | None, typer.Option(help="Also show each token's log probability, and so many most probable ones.")
     ] = None,
+    priority: Annotated[int, typer.Option(help="Lower is served earlier where requests wait.")] = 0,
     n: Annotated[int, typer.Option("--n", "-n", help="So many answers; more than one are shown when all ended.")] = 1,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without the chat template.")] = False,
     timeline: Annotated[bool, typer.Option("--timeline", help="Also show where the time went.")] = False,
@@ -196,6 +197,7 @@ def submit(
             repetition_penalty=repetition_penalty,
             structured=form,
             logprobs=logprobs,
+            priority=priority,
             n=n,
         )
         with stream:

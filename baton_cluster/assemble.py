@@ -26,6 +26,7 @@ def worker_core(
         max_batch_tokens=config.engine.max_batch_tokens,
         max_batch_requests=config.engine.max_batch_requests,
         max_model_len=info.max_model_len,
+        step_target_s=None if (ms := config.engine.step_time_target_ms) is None else ms / 1e3,
         policy=POLICIES[config.engine.policy](),
         eos_token_ids=eos_token_ids,
         prefix_cache=config.engine.prefix_cache,

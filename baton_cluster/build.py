@@ -9,6 +9,7 @@ import zmq
 
 from baton.config import ClusterConfig
 from baton.engine.build import BuiltRunner
+from baton.engine.staging import StagedBlocks
 from baton.protocol import WorkerInfo
 from baton.worker import EngineWorker
 from baton_cluster.assemble import worker_core
@@ -42,7 +43,7 @@ def build_worker(
     opened = open_transport(transport)
     links = ZmqPeerLinks(
         incarnation=incarnation,
-        pool=cache,
+        pool=cache if cache.device.type == "cpu" else StagedBlocks(cache),
         transport=opened,
         context=context,
         host=host,
@@ -74,5 +75,6 @@ def build_worker(
         context=context,
         heartbeat_s=config.liveness.heartbeat_s,
         timeout_s=config.liveness.timeout_s,
+        log_steps=config.engine.log_steps,
         cores=cores,
     )

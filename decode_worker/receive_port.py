@@ -113,8 +113,8 @@ class ReceivePort:
         """Transfers that have not ended."""
         self._by_key: dict[RequestKey, RecvSession] = {}
         self._waiting: OrderedDict[TransferId, tuple[RecvSession, EngineRequest]] = OrderedDict()
-        """Offers without blocks, first come first served: nobody overtakes the first that waits for room, so it cannot
-        starve. Those that wait for another transfer's blocks are no obstacle."""
+        """Offers without blocks, first come first served within a priority: nobody overtakes the first that waits for
+        room, so it cannot starve. Those that wait for another transfer's blocks are no obstacle."""
         self._answers: OrderedDict[TransferId, ToPrefill] = OrderedDict()
         self._deadlines: Deadlines[TransferId] = Deadlines()
         self.counters: Counters = Counter()
@@ -209,6 +209,7 @@ class ReceivePort:
             offer.sampling,
             prior=offer.prior,
             deadline=None if offer.timeout_s is None else now + offer.timeout_s,
+            priority=offer.priority,
         )
         self._sessions[transfer] = self._by_key[transfer.key] = session
         self._waiting[transfer] = (session, request)
@@ -321,7 +322,7 @@ class ReceivePort:
     def _admit(self, now: float) -> list[Action]:
         """Reserve for waiting offers as far as blocks are free. The receive is posted before the Accept is said."""
         actions: list[Action] = []
-        for transfer in tuple(self._waiting):
+        for transfer in sorted(self._waiting, key=lambda t: self._waiting[t][1].priority):
             session, request = self._waiting[transfer]
             if self._engine.is_coming(request):
                 continue  # that transfer has its blocks, so it ends, and `_close` comes here again

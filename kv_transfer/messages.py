@@ -19,7 +19,7 @@ from typing import Annotated
 import msgspec
 
 from baton.layout import KVLayout
-from baton.protocol import Count, Name, SamplingParams, TokenId, TokenIds, TransferId
+from baton.protocol import Count, Name, Priority, SamplingParams, TokenId, TokenIds, TransferId
 
 MAX_BLOCKS = 1 << 20
 
@@ -60,6 +60,7 @@ class Offer(_Message, frozen=True, tag=63):
     sampling: SamplingParams
     timeout_s: float | None = None
     """Seconds from now after which D ends the request by itself."""
+    priority: Priority = 0
 
 
 class Accept(_Message, frozen=True, tag=64):

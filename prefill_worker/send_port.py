@@ -139,7 +139,7 @@ class SendPort:
         if peer.refusal is not None:
             return self._hold(submit, peer.refusal)
         transfer = TransferId(*submit.key, self._incarnation, peer.worker.incarnation)
-        offer = Offer(transfer, submit.prompt, submit.prior, submit.sampling, submit.timeout_s)
+        offer = Offer(transfer, submit.prompt, submit.prior, submit.sampling, submit.timeout_s, submit.priority)
         num_blocks = self._layout.num_blocks_for(len(submit.prompt) + len(submit.prior))
         session = SendSession(offer, num_blocks, lease_s=self._lease_s, now=now, counters=self.counters)
         self._sessions[transfer] = self._by_key[submit.key] = session

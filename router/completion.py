@@ -75,6 +75,8 @@ class GenerateOptions(TypedDict, total=False):
     """The text ends before the first of these strings; the tokens end with the one that completed it."""
     include_stop_str_in_output: bool
     """The text ends after the stop string instead."""
+    priority: int
+    """Requests of a lower one are served earlier where they wait; 0 is usual."""
     n: int
     """So many answers to the prompt, drawn independently (`Completion.choices`)."""
 
@@ -280,8 +282,8 @@ def build_generate(label: str, prompt: Prompt, **options: Unpack[GenerateOptions
     return msgspec.structs.replace(message, **request) if request else message
 
 
-_REQUEST_OPTIONS = {"stop", "include_stop_str_in_output", "n"}
-"""Options that are the router's business, not the workers'."""
+_REQUEST_OPTIONS = {"stop", "include_stop_str_in_output", "n", "priority"}
+"""Options that are no `SamplingParams`."""
 _FLOATS = {"temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"}
 _TYPES = {field.name: field.type for kind in (SamplingParams, Generate) for field in msgspec.structs.fields(kind)}
 

@@ -126,6 +126,7 @@ class RouterCore:
         *,
         received_at: float | None = None,
         n: int = 1,
+        priority: int = 0,
         watches: Sequence[TokenWatch] = (),
     ) -> Actions:
         """A new request of `n` samples. `seed` is used where `sampling` has none.
@@ -150,7 +151,7 @@ class RouterCore:
             check_prompt_logprobs(len(prompt), sampling)
             if sampling.seed is None:
                 sampling = msgspec.structs.replace(sampling, seed=seed)
-            owner = ClientRequest(client, label, request_id, prompt, sampling, n=n, watches=watches)
+            owner = ClientRequest(client, label, request_id, prompt, sampling, n=n, priority=priority, watches=watches)
             placement = self._policy.place(owner.samples[0].demand, self.view, now)
         except BatonError as e:
             return [RequestFailed(client, label, request_id, e.code, str(e), getattr(e, "field", None), n)]

@@ -124,6 +124,7 @@ class Front:
             now,
             received_at=received_at,
             n=message.n,
+            priority=message.priority,
             watches=watches,
         )
 

@@ -63,7 +63,7 @@ def without_prompt_logprobs(sampling: SamplingParams) -> SamplingParams:
 class ClientRequest:
     """What a client asked for: it ends once, when all of its samples have."""
 
-    __slots__ = ("client", "label", "num_open", "prompt", "request_id", "samples", "sampling")
+    __slots__ = ("client", "label", "num_open", "priority", "prompt", "request_id", "samples", "sampling")
 
     def __init__(
         self,
@@ -74,6 +74,7 @@ class ClientRequest:
         sampling: SamplingParams,
         *,
         n: int = 1,
+        priority: int = 0,
         watches: Sequence[TokenWatch] = (),
     ):
         self.client = client
@@ -81,6 +82,7 @@ class ClientRequest:
         self.request_id = request_id
         self.prompt = prompt
         self.sampling = sampling
+        self.priority = priority
         self.samples = tuple(RoutedRequest(self, i, watches[i] if watches else None) for i in range(n))
         self.num_open = n
         """Samples that have not ended."""
@@ -262,6 +264,7 @@ class RoutedRequest:
             decode=None if self.decode is self.prefill else self.decode.worker_id,
             # A retry in the last instant still gets one: it fails at its worker, like any other that is late.
             timeout_s=None if self.ends_at is None else max(0.001, self.ends_at - now),
+            priority=self.owner.priority,
         )
 
     def __repr__(self) -> str:

@@ -11,10 +11,10 @@ in the cache, and a step moves the second towards the first. Whoever catches up 
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Iterable, Sequence
 
 from baton.engine.block_tables import BlockTables
+from baton.engine.fair_queue import FairQueue
 from baton.engine.policy import BatchPolicy
 from baton.engine.request import (
     ChunkDone,
@@ -26,7 +26,8 @@ from baton.engine.request import (
     RequestState,
     StepPlan,
 )
-from baton.engine.step import Step
+from baton.engine.step import Step, StepLimits
+from baton.engine.step_time import StepTimes
 from baton.errors import InvalidRequestError, RequestTooLargeError
 from baton.protocol import FinishReason, LoadReport, RequestKey
 from baton.timeline import Mark
@@ -35,7 +36,8 @@ from baton.timeline import Mark
 class EngineCore:
     """The scheduler of one worker. `block_size` in tokens, `max_model_len` counts prompt and output.
 
-    `fingerprint` names the model whose KV the pool holds: a prefix is found only under the same one.
+    `fingerprint` names the model whose KV the pool holds: a prefix is found only under the same one. `step_target_s`:
+    how long a step with decodes should take at most; None: as long as the budget of tokens makes it.
     """
 
     def __init__(
@@ -50,25 +52,27 @@ class EngineCore:
         eos_token_ids: Iterable[int] = (),
         prefix_cache: bool = True,
         fingerprint: str = "",
+        step_target_s: float | None = None,
     ):
         self.tables = BlockTables(num_blocks, block_size, fingerprint=fingerprint, prefix_cache=prefix_cache)
         self.pool = self.tables.pool
         self.block_size = block_size
-        self.max_batch_tokens = max_batch_tokens
-        self.max_batch_requests = max_batch_requests
+        self.limits = StepLimits(max_batch_tokens, max_batch_requests, block_size, step_target_s)
+        self.times = StepTimes()
         self.max_model_len = max_model_len
         self.num_steps = 0
         self._policy = policy
         self._eos = frozenset(eos_token_ids)
         self._requests: dict[RequestKey, EngineRequest] = {}
         """Every request that has not ended or still holds blocks."""
-        self._waiting: deque[EngineRequest] = deque()
+        self._waiting = FairQueue()
         self._uncredited: dict[RequestKey, EngineRequest] = {}
         """Hand-offs that decode has not accepted yet: they hold no blocks and block nobody."""
         self._running: dict[RequestKey, EngineRequest] = {}
         """In order of admission: the last one is the first to be preempted."""
         self._deadlines: list[tuple[float, RequestKey]] = []
         self._plan: StepPlan | None = None
+        self._scheduled_at = 0.0
 
     # --- requests come in ---------------------------------------------------------------------
 
@@ -80,8 +84,9 @@ class EngineCore:
             request.stop_ids |= self._eos
         self._requests[request.key] = request
         self._watch_deadline(request)
+        self._waiting.stamp(request)
         if request.has_credit:
-            self._waiting.append(request)
+            self._waiting.push(request)
         else:
             self._uncredited[request.key] = request
 
@@ -119,7 +124,7 @@ class EngineCore:
         if request is not None:
             request.has_credit = True
             request.transfer_holds = True
-            self._waiting.append(request)
+            self._waiting.push(request)
 
     def keep(self, key: RequestKey, now: float) -> None:
         """No hand-over any more: run the request here to its end. Raises RequestTooLargeError if it cannot."""
@@ -131,7 +136,7 @@ class EngineCore:
         del self._uncredited[key]
         request.handoff = False
         request.has_credit = True
-        self._waiting.append(request)
+        self._waiting.push(request)
 
     # --- hand-over, decode side -----------------------------------------------------------------
 
@@ -178,7 +183,8 @@ class EngineCore:
         request.state = RequestState.WAITING
         request.marks[Mark.ADOPTED] = now
         self._watch_deadline(request)
-        self._waiting.append(request)
+        self._waiting.stamp(request)
+        self._waiting.push(request)
 
     def _reserved(self, key: RequestKey) -> EngineRequest:
         request = self._requests[key]
@@ -224,18 +230,13 @@ class EngineCore:
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step, or None if there is nothing to do. `complete` must follow before the next call."""
         assert self._plan is None, "the last step is not complete"
-        step = Step(
-            self.tables,
-            self._running,
-            self._waiting,
-            max_batch_tokens=self.max_batch_tokens,
-            max_batch_requests=self.max_batch_requests,
-            now=now,
-        )
+        step = Step(self.tables, self._running, self._waiting, self.limits, self.times, now)
         self._policy.plan(step)
         if not step.items:
             return None
-        self._plan = StepPlan(step.items, step.copies)
+        self._waiting.advance(step.chunk_tokens)
+        self._plan = StepPlan(step.items, step.copies, step.skipped)
+        self._scheduled_at = now
         return self._plan
 
     def complete(self, plan: StepPlan, tokens: Sequence[int | None], now: float) -> list[Effect]:
@@ -244,6 +245,9 @@ class EngineCore:
         self._plan = None
         self.num_steps += 1
         self.tables.end_copies(plan)
+        if self.limits.target_s is not None:
+            num_decodes = sum(item.num_tokens == 1 for item in plan.items)
+            self.times.observe(num_decodes, plan.total_tokens - num_decodes, now - self._scheduled_at)
         effects: list[Effect] = []
         for item, token in zip(plan.items, tokens, strict=True):
             request = item.request

@@ -40,7 +40,8 @@ class MemoryPlan:
     def __str__(self) -> str:
         return (
             f"{_mib(self.total)} = {_mib(self.runtime)} runtime + {_mib(self.weights)} weights "
-            f"+ {_mib(self.step)} step + {_mib(self.pool)} KV pool ({self.num_blocks:,} blocks of {self.layout.block_size} tokens, "
+            f"+ {_mib(self.step)} step + {_mib(self.pool)} KV pool "
+            f"({self.num_blocks:,} blocks of {self.layout.block_size} tokens, "
             f"{self.layout.block_bytes / 2**10:g} KiB each: {self.num_blocks * self.layout.block_size:,} tokens)"
         )
 

@@ -1,6 +1,6 @@
 """Batch policies: in which order a step serves decodes, running prompts and new requests.
 
-A policy only orders; budgets, blocks and preemption are the step's (`baton.engine.core.Step`).
+A policy only orders; budgets, blocks and preemption are the step's (`baton.engine.step`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,9 @@ class StepOrder(Protocol):
         """One token for each running request whose prompt is done."""
         ...
 
-    def prefill(self) -> None:
-        """The next chunk of running requests whose prompt is not done."""
-        ...
-
-    def admit(self) -> None:
-        """Take waiting requests in, first come first served."""
+    def prompts(self) -> None:
+        """Chunks of running requests whose prompt is not done, and waiting requests taken in, both in the order of the
+        queue (`baton.engine.fair_queue`)."""
         ...
 
     def has_chunk(self) -> bool:
@@ -36,8 +33,7 @@ class PrefillFirst:
     """Prompts alone as long as there are any: best TTFT, and running decodes stall meanwhile."""
 
     def plan(self, step: StepOrder) -> None:
-        step.prefill()
-        step.admit()
+        step.prompts()
         if not step.has_chunk():
             step.decode()
 
@@ -47,8 +43,7 @@ class Mixed:
 
     def plan(self, step: StepOrder) -> None:
         step.decode()
-        step.prefill()
-        step.admit()
+        step.prompts()
 
 
 POLICIES: dict[str, type[PrefillFirst] | type[Mixed]] = {"prefill_first": PrefillFirst, "mixed": Mixed}

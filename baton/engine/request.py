@@ -54,6 +54,8 @@ class EngineRequest:
         "transfer_holds",
         "ended",
         "deadline",
+        "priority",
+        "order",
         "marks",
         "stop_ids",
         "max_len",
@@ -80,6 +82,7 @@ class EngineRequest:
         prior: tuple[int, ...] | list[int] = (),
         handoff: bool = False,
         deadline: float | None = None,
+        priority: int = 0,
         cache_salt: str = "",
     ):
         self.key = key
@@ -101,6 +104,10 @@ class EngineRequest:
         self.transfer_holds = False
         self.ended = False
         self.deadline = deadline
+        self.priority = priority
+        """Lower is served earlier, and preempted later."""
+        self.order = (priority, 0, 0)
+        """Its place in the queue, see `baton.engine.fair_queue`."""
         self.marks: dict[int, float] = {}
         self.stop_ids: frozenset[int] = frozenset(sampling.stop_token_ids)
         """The engine core adds the model's EOS ids unless `ignore_eos`."""
@@ -209,10 +216,17 @@ class StepItem:
 class StepPlan:
     """One engine step: which requests advance by how many tokens. No phases in it."""
 
-    __slots__ = ("copies", "items", "total_tokens")
+    __slots__ = ("copies", "items", "skipped", "total_tokens")
 
-    def __init__(self, items: list[StepItem], copies: Sequence[tuple[int, int]] = ()):
+    def __init__(
+        self,
+        items: list[StepItem],
+        copies: Sequence[tuple[int, int]] = (),
+        skipped: Sequence[tuple[EngineRequest, str]] = (),
+    ):
         self.items = items
+        self.skipped = skipped
+        """Requests that do not advance, and why; see `Step.skipped`."""
         self.copies = copies
         """`(source, target)`: blocks to be copied before anything is computed."""
         self.total_tokens = sum(item.num_tokens for item in items)
@@ -220,6 +234,18 @@ class StepPlan:
     @property
     def num_tokens(self) -> dict[RequestKey, int]:
         return {item.request.key: item.num_tokens for item in self.items}
+
+    def describe(self) -> str:
+        """The plan and its reasons, in words; before the step runs."""
+        decodes = [item for item in self.items if item.num_tokens == 1]
+        parts = [f"{len(decodes)} decodes"] if decodes else []
+        for item in self.items:
+            if item.num_tokens > 1:
+                end = item.start + item.num_tokens
+                parts.append(f"{item.request.key}: tokens {item.start} to {end - 1} of {item.request.num_tokens}")
+        parts += [f"block {source} copied to {target}" for source, target in self.copies]
+        parts += [f"{request.key} not: {reason}" for request, reason in self.skipped]
+        return f"{self.total_tokens} tokens: " + "; ".join(parts)
 
 
 # --- effects: what the core asks its surroundings to do -------------------------------------------

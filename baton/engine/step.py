@@ -5,13 +5,25 @@ Works on the engine core's queues and block tables. Must not know hand-overs, sa
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from heapq import merge
+from typing import NamedTuple
 
 from baton.engine.block_tables import BlockTables
+from baton.engine.fair_queue import FairQueue, order
 from baton.engine.request import EngineRequest, RequestState, StepItem
+from baton.engine.step_time import StepTimes
 from baton.protocol import RequestKey
 from baton.timeline import Mark
+
+
+class StepLimits(NamedTuple):
+    """What a step may hold."""
+
+    max_batch_tokens: int
+    max_batch_requests: int
+    block_size: int
+    target_s: float | None = None
+    """Seconds that a step with decodes should take at most; None: any."""
 
 
 class Step:
@@ -24,19 +36,22 @@ class Step:
         self,
         tables: BlockTables,
         running: dict[RequestKey, EngineRequest],
-        waiting: deque[EngineRequest],
-        *,
-        max_batch_tokens: int,
-        max_batch_requests: int,
+        waiting: FairQueue,
+        limits: StepLimits,
+        times: StepTimes,
         now: float,
     ):
         self.items: list[StepItem] = []
         self.copies: list[tuple[int, int]] = []
+        self.skipped: list[tuple[EngineRequest, str]] = []
+        """Requests that could have advanced, and why they do not; those beyond a spent budget are not looked at."""
+        self.chunk_tokens = 0
         self._tables = tables
         self._running = running
         self._waiting = waiting
-        self._budget = max_batch_tokens
-        self._max_batch_requests = max_batch_requests
+        self._limits = limits
+        self._times = times
+        self._budget = limits.max_batch_tokens
         self._now = now
         self._preempted = False
 
@@ -52,6 +67,7 @@ class Step:
             if request.state is not RequestState.RUNNING:
                 continue  # preempted by `_grow` a moment ago
             if num_tokens > len(request.blocks) * block_size and not self._grow(request):
+                self.skipped.append((request, "no block is free, and nobody may be preempted for it"))
                 continue
             if num_tokens - request.num_context == 1:
                 request.marks.setdefault(Mark.DECODE_START, self._now)
@@ -60,49 +76,95 @@ class Step:
             items.append(StepItem(request, 1))
         self._budget = budget
 
-    def prefill(self) -> None:
-        for request in self._running.values():
-            remaining = len(request.tokens) - request.num_computed
-            if remaining > 1 and not request.in_step and self._budget > 0:
-                self._add(request, min(remaining, self._budget))
-
-    def admit(self) -> None:
-        tables, running = self._tables, self._running
+    def prompts(self) -> None:
+        prompts = [r for r in self._running.values() if len(r.tokens) - r.num_computed > 1 and not r.in_step]
+        if not prompts and not self._waiting:
+            return
+        prompts.sort(key=order)
         # Whoever was just preempted must not take back the blocks it lost, or both would starve.
-        waiting: Iterable[EngineRequest] = () if self._preempted else list(self._waiting)
+        waiting = [] if self._preempted else list(self._waiting)
+        num_decodes = len(self.items)
+        chunk_budget = self._chunk_budget(num_decodes)
+        full = self._full(num_decodes)
         must_hold_blocks = False
-        for request in waiting:
-            if self._budget == 0 or len(running) >= self._max_batch_requests:
+        for request in merge(prompts, waiting, key=order):
+            if self._budget == 0:
+                self.skipped.append((request, f"the budget of {self._limits.max_batch_tokens} tokens is spent"))
                 return
-            if tables.num_missing(request) > 0:
-                # One free block per running request, so that a newcomer is not preempted in its first steps.
-                if must_hold_blocks or tables.waits(request):
-                    continue
-                if not tables.take(request, spare=len(running)):
-                    # First come, first served; but who holds its blocks already may pass, because only
-                    # by running it can give them back.
-                    must_hold_blocks = True
-                    continue
-            if (copy := tables.copy_of(request)) is not None:
-                self.copies.append(copy)
-            self._waiting.remove(request)
-            request.state = RequestState.RUNNING
-            running[request.key] = request
-            num_new = len(request.tokens) - request.num_context
-            request.marks.setdefault(Mark.DECODE_START if num_new else Mark.PREFILL_START, self._now)
-            self._add(request, min(len(request.tokens) - request.num_computed, self._budget))
+            remaining = len(request.tokens) - request.num_computed
+            if remaining > 1 and self.chunk_tokens >= chunk_budget:
+                self.skipped.append((request, f"the step-time target leaves {chunk_budget} prompt tokens"))
+                continue
+            if request.state is RequestState.RUNNING:
+                self._add(request, min(remaining, chunk_budget - self.chunk_tokens))
+                continue
+            reason = full or self._obstacle(request, must_hold_blocks)
+            if reason is not None:
+                self.skipped.append((request, reason))
+                must_hold_blocks = must_hold_blocks or reason is _NO_BLOCKS
+                continue
+            self._admit(request, chunk_budget - self.chunk_tokens)
+            full = self._full(num_decodes)
 
     def has_chunk(self) -> bool:
         return any(item.num_tokens > 1 for item in self.items)
 
+    # --- prompts and newcomers --------------------------------------------------------------------
+
+    def _chunk_budget(self, num_decodes: int) -> int:
+        """Prompt tokens that this step may compute: at least a block, or prompts would starve."""
+        target, most = self._limits.target_s, self._limits.max_batch_tokens
+        if target is None or num_decodes == 0:
+            return most
+        return min(most, max(self._limits.block_size, self._times.chunk_tokens(num_decodes, target)))
+
+    def _full(self, num_decodes: int) -> str | None:
+        """Why nobody may be admitted now."""
+        limits, num_running = self._limits, len(self._running)
+        if num_running >= limits.max_batch_requests:
+            return f"the batch is full ({limits.max_batch_requests} requests)"
+        if limits.target_s is not None and num_decodes and self._times.decode_s(num_running + 1) > limits.target_s:
+            return f"one more than {num_running} requests would miss the step-time target"
+        return None
+
+    def _obstacle(self, request: EngineRequest, must_hold_blocks: bool) -> str | None:
+        """Why this request cannot be admitted; None: it holds its blocks now."""
+        tables = self._tables
+        if tables.num_missing(request) == 0:
+            return None
+        # First come, first served; but who holds its blocks already may pass, because only by running it can give
+        # them back.
+        if must_hold_blocks:
+            return "an earlier request waits for blocks"
+        if tables.waits(request):
+            return "its next block is just being computed for another request"
+        # One free block per running request, so that a newcomer is not preempted in its first steps.
+        return None if tables.take(request, spare=len(self._running)) else _NO_BLOCKS
+
+    def _admit(self, request: EngineRequest, chunk_budget: int) -> None:
+        if (copy := self._tables.copy_of(request)) is not None:
+            self.copies.append(copy)
+        self._waiting.remove(request)
+        request.state = RequestState.RUNNING
+        self._running[request.key] = request
+        num_new = len(request.tokens) - request.num_context
+        request.marks.setdefault(Mark.DECODE_START if num_new else Mark.PREFILL_START, self._now)
+        # What the prefix cache holds is no part of it, so it may be only one token by now.
+        self._add(request, min(len(request.tokens) - request.num_computed, max(1, chunk_budget)))
+
     def _add(self, request: EngineRequest, num_tokens: int) -> None:
+        num_tokens = min(num_tokens, self._budget)
         self._tables.assert_writable(request, num_tokens)
         request.in_step = True
         self._budget -= num_tokens
+        if num_tokens > 1:
+            self.chunk_tokens += num_tokens
         self.items.append(StepItem(request, num_tokens))
 
+    # --- preemption -------------------------------------------------------------------------------
+
     def _grow(self, request: EngineRequest) -> bool:
-        """One more block, taken from the youngest request if none is free; False if there is none to take."""
+        """One more block, taken from another request if none is free; False if there is none to take."""
         while not self._tables.grow(request):
             victim = self._victim(request)
             if victim is None:
@@ -111,16 +173,20 @@ class Step:
         return True
 
     def _victim(self, request: EngineRequest) -> EngineRequest | None:
-        """The youngest request whose KV can be computed again: adopted and waiting, else running after `request`."""
-        for candidate in reversed(self._waiting):
-            if candidate.blocks and not candidate.transfer_holds:
-                return candidate
-        for candidate in reversed(self._running.values()):
+        """The least important request whose KV can be computed again, of those the youngest; none that is more so.
+
+        Younger than a running request is who was adopted and waits, then who was admitted later.
+        """
+        victim: EngineRequest | None = None
+        younger = True
+        for candidate in (*reversed(self._waiting), *reversed(self._running.values())):
             if candidate is request:
-                return None
-            if not candidate.transfer_holds and not candidate.in_step:
-                return candidate
-        return None
+                younger = False
+            elif candidate.blocks and not candidate.transfer_holds and not candidate.in_step:
+                least = request.priority if victim is None else victim.priority + 1
+                if candidate.priority >= least + (victim is None and not younger):
+                    victim = candidate
+        return victim
 
     def _preempt(self, victim: EngineRequest) -> None:
         self._tables.free(victim)
@@ -129,4 +195,7 @@ class Step:
         if victim.state is RequestState.RUNNING:
             del self._running[victim.key]
             victim.state = RequestState.WAITING
-            self._waiting.appendleft(victim)
+            self._waiting.push_back(victim)
+
+
+_NO_BLOCKS = "too few blocks are free"

@@ -423,7 +423,7 @@ class Engine(RuleBasedStateMachine):
         if plan is None:
             return
         assert plan.items
-        assert plan.total_tokens == sum(item.num_tokens for item in plan.items) <= self.core.max_batch_tokens
+        assert plan.total_tokens == sum(item.num_tokens for item in plan.items) <= self.core.limits.max_batch_tokens
         assert len({item.request.key for item in plan.items}) == len(plan.items)
         for item in plan.items:
             request, life = item.request, self.lives[item.request.key]
@@ -433,7 +433,7 @@ class Engine(RuleBasedStateMachine):
             assert len(request.blocks) * B >= item.start + item.num_tokens, "computed into no block"
             self.in_step[request.key] = list(request.blocks)
             assert item.start >= holders.get(request, 0), f"{request!r} lost its blocks and took them back at once"
-        assert len(self.core._running) <= self.core.max_batch_requests
+        assert len(self.core._running) <= self.core.limits.max_batch_requests
         followers = [r for r in queue if r.state is RequestState.WAITING and r.awaited_key is not None]
         self.num_waits += len(followers)
         served = [request.state is RequestState.RUNNING for request in queue if request not in followers]

@@ -153,7 +153,7 @@ def test_who_shares_only_a_beginning_waits_for_that_and_blocks_nobody() -> None:
     core = make_core(max_batch_tokens=8)
     core.submit(request("a", 24), 0.0)
     core.submit(request("b", [*range(12), *range(100, 120)]), 0.0)
-    core.submit(request("c", list(range(200, 203))), 0.0)
+    core.submit(request("c", list(range(200, 240))), 0.0)
     assert step(core)[0] == {("a", 0): (0, 8)}
     core.check_integrity()
     assert step(core)[0] == {("a", 0): (8, 8)}, "the third block is the shared one"
