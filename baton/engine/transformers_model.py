@@ -78,7 +78,8 @@ class TransformersModel:
     def step_bytes(self, rows: int, logits_rows: int) -> int:
         """See `Model.step_bytes`. A guess: modules differ in what they keep."""
         hidden = int(self._model.config.hidden_size)
-        return rows * hidden * 32 * self._model.dtype.itemsize + 2 * logits_rows * self.spec.vocab_size * 4
+        element = int(self._model.dtype.itemsize)
+        return rows * hidden * 32 * element + 2 * logits_rows * self.spec.vocab_size * 4
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv_cache: KVCache) -> torch.Tensor:

@@ -51,10 +51,11 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("attention", ["torch", "native"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_model(kind: str, tmp_path: Path) -> None:
+def test_every_kind_of_model(kind: str, attention: str, tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path, **KINDS[kind])
-    runner = load_runner(tmp_path)
+    runner = load_runner(tmp_path, attention=attention)
     assert isinstance(runner.model, TransformersModel)
     driver = Driver(runner)
     prompt = prompt_of(150)
@@ -80,13 +81,14 @@ def test_a_batch_of_everything(kind: str, block_size: int, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"])
-def test_our_own_architectures(architecture: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("attention", ["torch", "native"])
+def test_our_own_architectures(architecture: str, attention: str, tmp_path: Path) -> None:
     """On demand. Gemma 2: softcap and windows go through, too."""
     windows: dict[str, Any] = (
         {} if architecture.startswith("Llama") else {"sliding_window": 24, "query_pre_attn_scalar": 5}
     )
     model = make_tiny_model(tmp_path, architecture, **windows)
-    runner = load_runner(tmp_path, num_blocks=600, impl="transformers")
+    runner = load_runner(tmp_path, num_blocks=600, impl="transformers", attention=attention)
     assert isinstance(runner.model, TransformersModel)
     serve_everything(Driver(runner), random.Random(1), model)
     assert isinstance(load_spec(tmp_path), ModelSpec)
@@ -99,10 +101,11 @@ def test_ours_on_demand_is_never_another(tmp_path: Path) -> None:
         load_spec(tmp_path, "baton")
 
 
+@pytest.mark.parametrize("attention", ["torch", "native"])
 @pytest.mark.parametrize("kind", ["Granite", "GPT-NeoX", "Qwen3-MoE"])
-def test_bfloat16_stays_close(tmp_path: Path, kind: str) -> None:
+def test_bfloat16_stays_close(tmp_path: Path, kind: str, attention: str) -> None:
     model = make_tiny_model(tmp_path, **(KINDS[kind] | {"initializer_range": 0.1}))
-    runner = load_runner(tmp_path, dtype="bfloat16")
+    runner = load_runner(tmp_path, dtype="bfloat16", attention=attention)
     request = Driver(runner).request(prompt_of(40))
     request.blocks = [0, 1, 2]
     logits = runner.logits(StepPlan([StepItem(request, 40)]))

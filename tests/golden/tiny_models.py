@@ -18,6 +18,8 @@ from baton.engine.attention import attention_backend
 from baton.engine.kv_cache import KVCache
 from baton.engine.model import DecoderModel, Model
 from baton.engine.model_spec import ModelSpec, load_spec
+from baton.engine.native.decoder import NativeDecoder
+from baton.engine.native.library import kernels as native_kernels
 from baton.engine.request import EngineRequest, StepItem, StepPlan
 from baton.engine.runner import ModelRunner
 from baton.engine.transformers_model import TransformersModel
@@ -73,14 +75,21 @@ def load_runner(
     dtype: str = "float32",
     max_model_len: int | None = None,
     impl: str = "auto",
+    kernels: str = "torch",
+    attention: str = "torch",
 ) -> ModelRunner:
+    """`kernels`: `torch` or `native`, of our own decoder. `attention`: the same, of what torch computes."""
+    if "native" in (kernels, attention) and native_kernels() is None:
+        pytest.skip("the native kernels were not built")
     spec = load_spec(folder, impl, max_model_len)
-    attention = attention_backend("torch", torch.device("cpu"))
+    backend = attention_backend(attention, torch.device("cpu"))
     model: Model
-    if isinstance(spec, ModelSpec):
-        model = DecoderModel(spec, iter_weights(folder), attention, dtype=dtype)
+    if isinstance(spec, ModelSpec) and kernels == "native":
+        model = NativeDecoder(spec, iter_weights(folder), dtype=dtype)
+    elif isinstance(spec, ModelSpec):
+        model = DecoderModel(spec, iter_weights(folder), backend, dtype=dtype)
     else:
-        model = TransformersModel(spec, folder, attention, dtype=dtype)
+        model = TransformersModel(spec, folder, backend, dtype=dtype)
     cache = KVCache(spec.kv_layout(block_size, dtype), num_blocks)
     return ModelRunner(model, cache)
 

@@ -30,6 +30,7 @@ from baton.engine.native.library import (
     SequencesStruct,
     Team,
     kernels,
+    library_path,
 )
 from baton.engine.native.tables import block_tables
 
@@ -41,8 +42,10 @@ def unsupported(spec: ModelSpec, dtype: str, device: str) -> str | None:
     """Why the native decoder cannot compute this model here, or None if it can."""
     if device != "cpu":
         return f"it computes on the CPU, not on {device}"
-    if kernels() is None:
+    if library_path() is None:
         return "its library was not built: there was no C++ compiler at installation"
+    if kernels() is None:
+        return "this CPU does not have what BATON_INSTRUCTION_SET asks for"
     if dtype not in DTYPES:
         return f"it has no kernels for {dtype}"
     if spec.activation not in ACTIVATIONS:
@@ -136,6 +139,7 @@ class NativeDecoder:
         """See `Model.forward`."""
         rows, own = len(batch.tokens), self._own
         sequences, kept = sequences_struct(batch.sequences)
+        self._check(batch, kept[1], kv_cache)
         cos, sin = self._rotations(batch)
         tokens, logits_rows = np.ascontiguousarray(batch.tokens), np.ascontiguousarray(batch.logits_rows)
         logits = torch.empty(len(logits_rows), self.spec.vocab_size)
@@ -160,6 +164,25 @@ class NativeDecoder:
         )
         del kept  # until here the call reads it
         return logits
+
+    def _check(self, batch: Batch, tables: np.ndarray, kv_cache: KVCache) -> None:
+        """Raises IndexError, as torch does, for what would be read or written beyond weights, rows and pool."""
+        sequences, rows = batch.sequences, len(batch.tokens)
+        for name, ids, limit in (
+            ("token", batch.tokens, self.spec.vocab_size),
+            ("row of logits", batch.logits_rows, rows),
+            ("block", tables, kv_cache.num_blocks),
+        ):
+            if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < limit:
+                raise IndexError(f"{name} {ids.min()} or {ids.max()} is not one of {limit}")
+        size = kv_cache.layout.block_size
+        if sum(sequences.lengths) != rows or len(batch.logits_rows) > rows:
+            raise IndexError(
+                f"{rows} rows for sequences of {sum(sequences.lengths)}, {len(batch.logits_rows)} of logits"
+            )
+        for start, length, blocks in zip(sequences.starts, sequences.lengths, sequences.blocks, strict=True):
+            if start + length > len(blocks) * size:
+                raise IndexError(f"{start} + {length} tokens do not fit into {len(blocks)} blocks")
 
     def _rotations(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Cosine and sine `[ropes, rows, rotary_dim / 2]`, float32; a rope without frequencies rotates by nothing."""

@@ -2,8 +2,8 @@
 
 The decoder (`baton.engine.native.decoder`) runs them fused, without torch in between; these are for models that torch
 computes and for tests. Inputs and results are float32 unless said otherwise; weights and KV are float32 or bfloat16.
-Kernels see addresses only, so a wrong dtype is a TypeError here, a wrong size a ValueError. Ids are not looked at: block
-tables must be long enough, and their blocks in the pool.
+Kernels see addresses only, so a wrong dtype is a TypeError here, a wrong size a ValueError. Block tables are not
+looked at: they must be long enough, and their blocks in the pool.
 Importing this module registers them; it needs the library (`library.kernels()` is not None).
 """
 
