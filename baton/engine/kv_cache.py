@@ -32,20 +32,28 @@ class KVCache:
     transfer that failed its checksum.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: str = "cpu"):
-        """Raises ConfigError if `num_blocks` is less than 1 or the memory cannot be had."""
+    def __init__(self, layout: KVLayout, num_blocks: int, device: str = "cpu", *, scratch: bool = False):
+        """`scratch`: hold a further block that belongs to nobody, see `scratch_block`.
+
+        Raises ConfigError if `num_blocks` is less than 1 or the memory cannot be had.
+        """
         if num_blocks < 1:
             raise ConfigError("kv_blocks", "must be at least 1", value=num_blocks)
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_bytes = layout.block_bytes
         self.device = torch.device(device)
+        self.scratch_block = num_blocks if scratch else None
+        """Where rows write that only fill up a batch; behind all blocks of `num_blocks`, None: there is none."""
+        self.written: torch.cuda.Event | None = None
+        """Of a pool on a GPU: reached when all that the last step wrote is in the pool, see `mark_written`."""
+        total = num_blocks + scratch
         try:
-            self._bytes = _zeros(num_blocks * self.block_bytes, self.device).view(num_blocks, self.block_bytes)
+            self._bytes = _zeros(total * self.block_bytes, self.device).view(total, self.block_bytes)
         except (RuntimeError, MemoryError) as e:
-            mib = num_blocks * self.block_bytes / 2**20
+            mib = total * self.block_bytes / 2**20
             raise ConfigError("kv_blocks", f"{mib:.0f} MiB cannot be allocated on {device}", value=num_blocks) from e
-        self.tensor = self._bytes.view(TORCH_DTYPES[layout.dtype]).view(num_blocks, *layout.block_shape)
+        self.tensor = self._bytes.view(TORCH_DTYPES[layout.dtype]).view(total, *layout.block_shape)
         """The whole pool, shape `[blocks, layers, 2, kv_heads, block_size, head_dim]`."""
         self._layers = [(self.tensor[:, i, 0], self.tensor[:, i, 1]) for i in range(layout.num_layers)]
         self._numpy: npt.NDArray[np.uint8] | None = self._bytes.numpy() if self.device.type == "cpu" else None
@@ -61,6 +69,17 @@ class KVCache:
         assert self._numpy is not None, f"a pool on {self.device} has no host view"
         view: npt.NDArray[np.uint8] = self._numpy[block_id]
         return view
+
+    def block_tensor(self, block_id: int) -> torch.Tensor:
+        """The block's bytes on its device, without a copy; shape `[block_bytes]`."""
+        return self._bytes[block_id]
+
+    def mark_written(self) -> None:
+        """After each step, by the thread that ran it: who copies blocks on another stream waits for `written`."""
+        if self.device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self.device))
+            self.written = event
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Zero these blocks, all layers."""

@@ -39,7 +39,7 @@ def load_model(config: EngineConfig, spec: CausalLMSpec, path: Path, *, dtype: s
             value="native",
             allowed="auto, torch",
         )
-    attention = attention_backend(config.attention, torch.device(device))
+    attention = attention_backend(config.attention, torch.device(device), dtype=dtype, head_dim=spec.head_dim)
     if isinstance(spec, ModelSpec):
         return DecoderModel(spec, iter_weights(path), attention, dtype=dtype, device=device)
     return TransformersModel(spec, path, attention, dtype=dtype, device=device)

@@ -51,7 +51,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """The pool's size: `kv_blocks`, else `kv_memory_mib`, else what `memory_mib` leaves, else a default.
 
-    device_bytes: memory of the GPU; None on a CPU. Raises ConfigError where that is not one block, with the arithmetic.
+    device_bytes: memory of the GPU that this worker has or can have; None on a CPU. Raises ConfigError where that is
+    not one block, with the arithmetic.
     """
     key, num_blocks = "kv_blocks", pool.kv_blocks
     if num_blocks is None and pool.kv_memory_mib is not None:

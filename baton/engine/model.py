@@ -8,7 +8,7 @@ backend. Must not know requests, schedules or sampling.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import embedding, gelu, linear, rms_norm, silu
@@ -19,6 +19,7 @@ from baton.engine.decoder_weights import Linear, load_decoder
 from baton.engine.kv_cache import TORCH_DTYPES, KVCache
 from baton.engine.model_spec import CausalLMSpec, ModelSpec
 from baton.engine.rope import Rope
+from baton.engine.upload import upload
 
 _Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosine and sine, `[rows, 1, rotary_dim / 2]` each, in the model's dtype; angles in float32."""
@@ -71,8 +72,8 @@ class DecoderModel:
         self.spec = spec
         self.dtype = TORCH_DTYPES[dtype]
         self.device = torch.device(device)
-        self._attention = attention
-        self._kinds = [AttentionKind(spec.attention_scale, w, spec.attention_softcap) for w in spec.layer_windows]
+        self.attention = attention
+        self.kinds = [AttentionKind(spec.attention_scale, w, spec.attention_softcap) for w in spec.layer_windows]
         self._inv_freqs = [torch.tensor(r.inv_freq, dtype=torch.float32, device=self.device) for r in spec.ropes]
         self._embed_scale = torch.tensor(spec.embed_scale, dtype=self.dtype, device=self.device)
         self._weights = load_decoder(spec, weights, dtype=self.dtype, device=self.device)
@@ -96,11 +97,25 @@ class DecoderModel:
     @torch.inference_mode()
     def forward(self, batch: Batch, kv_cache: KVCache) -> torch.Tensor:
         """See `Model.forward`."""
-        spec, weights, attention = self.spec, self._weights, self._attention
-        step = attention.prepare(batch.sequences, set(self._kinds), kv_cache)
-        tokens = torch.from_numpy(batch.tokens).to(self.device)
+        step = self.attention.prepare(batch.sequences, set(self.kinds), kv_cache)
+        tokens, positions, logits_rows = upload([batch.tokens, batch.positions, batch.logits_rows], self.device)
+        return self.compute(tokens, positions, logits_rows, kv_cache, step)
+
+    @torch.inference_mode()
+    def compute(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        logits_rows: torch.Tensor | None,
+        kv_cache: KVCache,
+        step: Any,
+    ) -> torch.Tensor:
+        """The part of `forward` that only the device does: no copy from or to the host, nothing that depends on values.
+
+        tokens and positions `[rows]`; `logits_rows` None: all rows. `step`: what attention prepared.
+        """
+        spec, weights, attention = self.spec, self._weights, self.attention
         rows = len(tokens)
-        positions = torch.from_numpy(batch.positions).to(self.device)
         rotations = [self._rotation(positions, *r) for r in zip(spec.ropes, self._inv_freqs, strict=True)]
         hidden = embedding(tokens, weights.embed)
         if spec.embed_scale != 1:
@@ -115,7 +130,7 @@ class DecoderModel:
                 query_key = torch.cat((self._norm(query, layer.query_norm), self._norm(key, layer.key_norm)), dim=1)
             rotated = _rotate(query_key, *rotations[spec.layer_ropes[i]])
             query, key = rotated.tensor_split([spec.num_heads], dim=1)
-            out = _product(layer.out, attention.attend(i, self._kinds[i], query, key, value, kv_cache, step))
+            out = _product(layer.out, attention.attend(i, self.kinds[i], query, key, value, kv_cache, step))
             if layer.post_attention_norm is not None:
                 out = self._norm(out, layer.post_attention_norm)
             hidden = hidden + out
@@ -125,7 +140,7 @@ class DecoderModel:
             if layer.post_mlp_norm is not None:
                 out = self._norm(out, layer.post_mlp_norm)
             hidden = hidden + out
-        last = hidden[torch.from_numpy(batch.logits_rows).to(self.device)]
+        last = hidden if logits_rows is None else hidden[logits_rows]
         logits = _product(weights.lm_head, self._norm(last, weights.norm))
         if spec.logits_softcap is not None:
             logits = (logits / spec.logits_softcap).tanh() * spec.logits_softcap

@@ -47,6 +47,12 @@ class ModelRunner:
 
     def run(self, plan: StepPlan) -> list[int | None]:
         """See `Runner.run`."""
+        try:
+            return self._run(plan)
+        finally:  # of a step that failed, too: its blocks are freed while kernels may still write them
+            self.kv_cache.mark_written()
+
+    def _run(self, plan: StepPlan) -> list[int | None]:
         for source, target in plan.copies:
             self.kv_cache.copy(source, target)
         items = plan.items

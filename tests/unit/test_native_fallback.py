@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,3 +76,29 @@ def test_what_the_kernels_cannot_compute(tiny_model: Path) -> None:
     assert isinstance(load(EngineConfig(), tiny_model), NativeDecoder)
     with pytest.raises(ConfigError, match="no kernels for float16"):
         load(EngineConfig(kernels="native"), tiny_model, dtype="float16")
+
+
+def test_threads_that_the_system_does_not_give() -> None:
+    """An error, not the end of the process; those that were started end."""
+    if library.kernels() is None:
+        pytest.skip("the native kernels were not built")
+    ran = subprocess.run([sys.executable, "-c", _TOO_MANY_THREADS], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout) == (0, "1 thread; 1000 compute threads cannot be started\n"), ran.stderr
+
+
+_TOO_MANY_THREADS = """
+import resource
+from pathlib import Path
+from baton.engine.native.library import Team
+
+def status(name):
+    return next(line.split()[1] for line in Path("/proc/self/status").open() if line.startswith(name))
+
+Team(2).close()
+limit = (int(status("VmSize:")) + (256 << 10)) << 10  # room for a few stacks more
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    Team(1000)
+except OSError as e:
+    print(status("Threads:"), "thread;", str(e).partition(":")[0])
+"""

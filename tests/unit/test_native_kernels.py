@@ -143,36 +143,6 @@ def test_rotate(size: int, half: int) -> None:
     assert torch.equal(torch.ops.baton.rotate(x[2:3], cos[2:3], sin[2:3]), out[2:3])
 
 
-# --- argmax ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [1, 2, 7, 8, 15, 16, 17, 33, 211])
-def test_argmax(size: int) -> None:
-    """The first of the largest; what is not a number never wins."""
-    x = torch.randn(20, size)
-    assert argmax(x) == x.argmax(1).tolist()
-    for place in {0, size // 2, size - 1}:
-        best = torch.full((1, size), -torch.inf)
-        best[0, place] = -1e38
-        assert argmax(best) == [place]
-        x = torch.randint(-3, 3, (1, size)).float()
-        x[0, place:] = x.max()
-        assert argmax(x) == [x[0].tolist().index(x.max())]
-        with_nan = torch.full((1, size), torch.nan)
-        assert argmax(with_nan) == [0]
-        with_nan[0, place] = -torch.inf
-        assert argmax(with_nan) == [place]
-        with_nan[0, place] = 7
-        assert argmax(with_nan) == [place]
-    assert argmax(torch.full((2, size), -torch.inf)) == [0, 0]
-    assert argmax(torch.empty(0, size)) == []
-
-
-def argmax(x: torch.Tensor) -> list[int]:
-    chosen: list[int] = torch.ops.baton.argmax(x).tolist()
-    return chosen
-
-
 # --- as operators ------------------------------------------------------------------------------------
 
 
@@ -184,7 +154,6 @@ def test_operators_are_what_torch_expects() -> None:
         (baton.rms_norm, (x, torch.randn(10), 1e-6)),
         (baton.gated, (x, True)),
         (baton.rotate, (torch.randn(3, 2, 10), torch.randn(3, 4), torch.randn(3, 4))),
-        (baton.argmax, (x,)),
     ):
         torch.library.opcheck(op.default, args, test_utils=checks)
 
@@ -195,7 +164,7 @@ def test_wrong_dtypes_and_sizes_are_errors() -> None:
     with pytest.raises(TypeError, match=r"float32, not torch\.bfloat16"):
         baton.rms_norm(x.bfloat16(), torch.ones(10), 1e-6)
     with pytest.raises(TypeError, match=r"float32, not torch\.float64"):
-        baton.argmax(x.double())
+        baton.gated(x.double(), True)
     with pytest.raises(ValueError, match=r"weight of shape .9. for rows of 10"):
         baton.rms_norm(x, torch.ones(9), 1e-6)
     with pytest.raises(ValueError, match="not that of 7 outputs and 10 inputs"):

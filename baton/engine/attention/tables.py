@@ -49,7 +49,7 @@ def begun_blocks(batch: AttentionBatch, block_size: int) -> list[int]:
         last, filled = divmod(start + length, block_size)
         if filled and start <= last * block_size:
             begun.append(blocks[last])
-    return begun
+    return list(dict.fromkeys(begun))  # rows that fill up a batch share one
 
 
 def _indptr(counts: Int32s) -> Int32s:

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from baton.engine.attention import AttentionBatch, AttentionKind
 from baton.engine.attention.tables import begun_blocks
 from baton.engine.kv_cache import KVCache
-from baton.engine.upload import upload
+from baton.engine.upload import pinned
 
 MAX_GATHERED_BLOCKS = 4096
 """Sequences times width of one graph: each layer gathers that many blocks' keys and values."""
@@ -47,14 +47,13 @@ class TorchDecode:
     def fill(self, batch: AttentionBatch) -> None:
         """See `StaticDecode.fill`. Clears blocks that the step begins, as `KVCache` wants."""
         self._kv_cache.clear(begun_blocks(batch, self._block_size))
-        inputs = np.empty((self.size, 1 + self._width), dtype=np.int64)
-        tables = inputs[:, 1:]
+        tables = np.empty((self.size, self._width), dtype=np.int64)
         for table, start, blocks in zip(tables, batch.starts, batch.blocks, strict=True):
             count = start // self._block_size + 1
             table[:count] = blocks[:count]
             table[count:] = blocks[0]  # its own: another's block may be being written
         packed = np.concatenate((np.asarray(batch.starts, dtype=np.int64), tables.reshape(-1)))
-        self._inputs.copy_(upload([packed], self._inputs.device)[0])
+        self._inputs.copy_(pinned(packed, self._inputs.device), non_blocking=True)
 
     def attend(
         self, layer: int, kind: AttentionKind, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

@@ -23,6 +23,8 @@ from baton.engine.kv_cache import TORCH_DTYPES, KVCache
 from baton.engine.model_spec import ModelSpec
 from baton.engine.native import ops
 from baton.engine.native.library import (
+    LAYER_LINEARS,
+    LAYER_NORMS,
     BatchStruct,
     DecoderStruct,
     LayerStruct,
@@ -78,7 +80,9 @@ class _PerThread(threading.local):
             return
         if self.team is not None:
             self.team.close()
-        self.team = Team(num_threads) if num_threads > 1 else None
+            self.team = None
+        if num_threads > 1:
+            self.team = Team(num_threads)
 
     def room_for(self, size: int) -> int:
         """The address of at least `size` bytes, as they were left or uninitialized."""
@@ -205,16 +209,9 @@ class NativeDecoder:
         spec = self.spec
         layers = (LayerStruct * spec.num_layers)()
         for i, layer in enumerate(loaded.layers):
-            for name in ("qkv", "out", "gate_up", "down"):
+            for name in LAYER_LINEARS:
                 setattr(layers[i], name, self._linear(getattr(layer, name)))
-            for name in (
-                "attention_norm",
-                "query_norm",
-                "key_norm",
-                "post_attention_norm",
-                "mlp_norm",
-                "post_mlp_norm",
-            ):
+            for name in LAYER_NORMS:
                 setattr(layers[i], name, self._floats(getattr(layer, name)))
             layers[i].window = spec.layer_windows[i] or 0
             layers[i].rope = spec.layer_ropes[i]

@@ -23,22 +23,17 @@ class LinearStruct(Structure):
     _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("outs", c_int32), ("ins", c_int32)]
 
 
+LAYER_LINEARS = ("qkv", "out", "gate_up", "down")
+LAYER_NORMS = ("attention_norm", "query_norm", "key_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm")
+"""Fields of `LayerStruct`, named as those of `baton.engine.decoder_weights.Layer`."""
+
+
 class LayerStruct(Structure):
     """`baton_layer`."""
 
     _fields_ = [
-        *((name, LinearStruct) for name in ("qkv", "out", "gate_up", "down")),
-        *(
-            (name, c_void_p)
-            for name in (
-                "attention_norm",
-                "query_norm",
-                "key_norm",
-                "post_attention_norm",
-                "mlp_norm",
-                "post_mlp_norm",
-            )
-        ),
+        *((name, LinearStruct) for name in LAYER_LINEARS),
+        *((name, c_void_p) for name in LAYER_NORMS),
         ("window", c_int32),
         ("rope", c_int32),
     ]
@@ -135,7 +130,6 @@ class KernelsStruct(Structure):
         ("attend", CFUNCTYPE(None, _I, POINTER(AttentionStruct), POINTER(SequencesStruct), _P, _P)),
         ("rotate", CFUNCTYPE(None, _P, _I, _I, _I, _I, _P, _P, _P)),
         ("write_kv", CFUNCTYPE(None, _I, POINTER(AttentionStruct), POINTER(SequencesStruct), _P, _P)),
-        ("argmax", CFUNCTYPE(None, _P, _I, _I, _P)),
     ]
 
 
@@ -181,14 +175,22 @@ def kernels(instruction_set: str | None = None) -> Any:
 
 
 class Team:
-    """Compute threads for `KernelsStruct.forward`; they inherit the CPU affinity of the thread that makes them."""
+    """Compute threads for `KernelsStruct.forward`; they inherit the CPU affinity of the thread that makes them.
+
+    Raises OSError where the system does not give so many.
+    """
+
+    handle: int | None = None
+    """The `baton_team`; None once closed."""
 
     def __init__(self, num_threads: int):
         path = library_path()
         assert path is not None, "there are no kernels to run"
         self.num_threads = num_threads
         self._destroy = _library(path).baton_team_destroy
-        self.handle: int | None = _library(path).baton_team_create(num_threads)
+        self.handle = _library(path).baton_team_create(num_threads)
+        if self.handle is None:
+            raise OSError(f"{num_threads} compute threads cannot be started: the limit on threads or memory is reached")
 
     def close(self) -> None:
         """End the threads. Idempotent."""

@@ -166,20 +166,6 @@ def _(
     return torch.empty_like(query)
 
 
-@torch.library.custom_op("baton::argmax", mutates_args=(), device_types="cpu")
-def argmax(x: torch.Tensor) -> torch.Tensor:
-    """The index of the largest value of each row of `x` `[rows, size]`, the first of equals, int64."""
-    (x,) = _floats(x)
-    out = torch.empty(x.shape[0], dtype=torch.int64)
-    kernels().argmax(x.data_ptr(), x.shape[0], x.shape[1], out.data_ptr())
-    return out
-
-
-@argmax.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(x.shape[0], dtype=torch.int64)
-
-
 def _floats(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     for tensor in tensors:
         if tensor.dtype != torch.float32:

@@ -78,14 +78,13 @@ typedef struct {
                  const float* sin, float* out);
   // Writes keys and values [rows, kv_heads, head_dim] into the pool.
   void (*write_kv)(int32_t dtype, const baton_attention*, const baton_sequences*, const float* key, const float* value);
-  // First index of each row's largest value; NaN never wins.
-  void (*argmax)(const float* x, int32_t rows, int32_t size, int64_t* out);
 } baton_kernels;
 
 // Null where this CPU, or this build, has no such kernels. Names: avx512bf16, avx512, avx2, portable.
 const baton_kernels* baton_kernels_named(const char* name);
 
-// `threads` compute threads, the caller's included. They inherit its affinity and sleep between calls.
+// `threads` compute threads, the caller's included. They inherit its affinity and sleep between calls. Null where they
+// cannot be started. One call of `forward` at a time may use a team.
 baton_team* baton_team_create(int32_t threads);
 void baton_team_destroy(baton_team*);
 }

@@ -1,4 +1,4 @@
-// A whole decoder step in one call: every thread runs `forward_part`, phase by phase.
+// A whole decoder step in one call: every thread runs `Forward::run`, and they meet after each phase.
 #include "attention.h"
 #include "team.h"
 

@@ -1,3 +1,5 @@
+// Standard headers come before the pragma: their inline functions, of which the linker keeps one copy for the whole
+// library, must run on any CPU.
 #include "api.h"
 #include "team.h"
 #include <cmath>

@@ -112,22 +112,6 @@ static void write_kv(int32_t dtype, const baton_attention* a, const baton_sequen
   (dtype ? write_kv_as<bf16> : write_kv_as<float>)(a, sequences, key, value);
 }
 
-static void argmax(const float* x, int32_t rows, int32_t size, int64_t* out) {
-  for (int32_t r = 0; r < rows; r++, x += size) {
-    V most = all(-INFINITY);
-    int i = 0;
-    for (; i + VL <= size; i += VL) most = vmax(load(x + i), most);  // of two unordered the second: not a NaN
-    float best = largest(most);
-    for (; i < size; i++) best = x[i] > best ? x[i] : best;
-    out[r] = 0;
-    for (i = 0; i < size; i++)
-      if (x[i] == best) {
-        out[r] = i;
-        break;
-      }
-  }
-}
-
 }  // namespace BATON_ISA
 }  // namespace baton
 
@@ -150,5 +134,4 @@ const baton_kernels BATON_TABLE_OF(BATON_ISA) = {
     baton::BATON_ISA::attend_any,
     baton::BATON_ISA::rotate,
     baton::BATON_ISA::write_kv,
-    baton::BATON_ISA::argmax,
 };

@@ -4,16 +4,27 @@
 
 extern "C" {
 __attribute__((visibility("default"))) baton_team* baton_team_create(int32_t threads) {
-  return new baton_team(threads);
+  try {
+    return new baton_team(threads);
+  } catch (...) {  // C, which called, knows no exceptions
+    return nullptr;
+  }
 }
 __attribute__((visibility("default"))) void baton_team_destroy(baton_team* team) { delete team; }
 }
 
 baton_team::baton_team(int threads) : threads(threads) {
-  for (int i = 1; i < threads; i++) helpers_.emplace_back(&baton_team::serve, this, i);
+  try {
+    for (int i = 1; i < threads; i++) helpers_.emplace_back(&baton_team::serve, this, i);
+  } catch (...) {
+    dismiss();
+    throw;
+  }
 }
 
-baton_team::~baton_team() {
+baton_team::~baton_team() { dismiss(); }
+
+void baton_team::dismiss() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stop_ = true;

@@ -8,6 +8,7 @@
 #include <vector>
 
 struct baton_team {
+  // Throws where so many threads cannot be started; none is left behind.
   explicit baton_team(int threads);
   ~baton_team();
 
@@ -20,6 +21,7 @@ struct baton_team {
 
  private:
   void serve(int thread);
+  void dismiss();  // ends the helpers
 
   std::vector<std::thread> helpers_;
   std::mutex mutex_;
