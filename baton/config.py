@@ -75,6 +75,11 @@ class PoolConfig(_Section, frozen=True):
     """Memory of a worker in all (on a GPU: of the GPU). What weights and the largest step leave becomes the KV pool;
     None: a KV pool of 512 MiB on a CPU, nine tenths of its memory on a GPU."""
 
+    @property
+    def may_use_gpu(self) -> bool:
+        """Whether its workers may compute on a GPU, as far as the configuration tells."""
+        return self.device == "cuda" or (self.device == "auto" and self.gpus > 0)
+
 
 class EngineConfig(_Section, frozen=True):
     """How a worker batches."""
@@ -109,8 +114,9 @@ class EngineConfig(_Section, frozen=True):
 class TransferConfig(_Section, frozen=True):
     """How KV blocks move from prefill to decode."""
 
-    transport: Literal["auto", "inproc", "zmq+tcp", "zmq+ipc"] = "auto"
-    """`auto`: `inproc` between workers of one process, else `zmq+tcp`; `zmq+ipc` stays on one machine."""
+    transport: Literal["auto", "inproc", "shm", "zmq+tcp", "zmq+ipc"] = "auto"
+    """`inproc`: within one process. `shm`: same machine only, between CPU pools; decode copies out of prefill's pool.
+    `zmq+ipc`: same machine only. `auto`: `inproc` in one process, `shm` on the CPUs of one node, else `zmq+tcp`."""
     checksum: Literal["xxh3", "none"] = "xxh3"
     """Per-block checksum, verified by the decode worker before a block is used."""
     lease_s: Seconds = 30.0
@@ -247,12 +253,17 @@ def _check_consistency(config: ClusterConfig) -> None:
             value=config.liveness.timeout_s,
             allowed=f">= {2 * config.liveness.heartbeat_s}",
         )
+    if config.transfer.transport == "shm":
+        for name, pool in config.pools.items():
+            if pool.device == "cuda":
+                problem = "cannot be cuda with transfer.transport: shm, which maps memory of the CPU"
+                raise ConfigError(f"pools.{name}.device", problem, value="cuda", allowed="cpu")
     if config.transfer.transport == "inproc" and config.launcher == "ray":
         raise ConfigError(
             "transfer.transport",
             "cannot join workers in separate processes",
             value="inproc",
-            allowed="auto or zmq+tcp with launcher: ray",
+            allowed="auto, shm or zmq+tcp with launcher: ray",
         )
 
 

@@ -36,12 +36,7 @@ class HostMemory:
     def __init__(self, size: int, *, shared: bool = False):
         self.fd: int | None = None
         """Of shared memory: the file, to be given to who may map it. It is closed with this object."""
-        if shared:
-            self.array = self._shared(size)
-            return
-        # numpy's zeros are pages that nothing has touched, torch's are written: memory is used as blocks are.
-        raw = np.zeros(size + ALIGNMENT, dtype=np.uint8)
-        self.array: npt.NDArray[np.uint8] = raw[-raw.ctypes.data % ALIGNMENT :][:size]
+        self.array = self._shared(size) if shared else _private(size)
         """All of it, writable; shape `[size]`."""
 
     def _shared(self, size: int) -> npt.NDArray[np.uint8]:
@@ -62,6 +57,13 @@ class HostMemory:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
         _prefer_huge_pages(mapping, size)
         return np.frombuffer(mapping, dtype=np.uint8)
+
+
+def _private(size: int) -> npt.NDArray[np.uint8]:
+    # numpy's zeros are pages that nothing has touched, torch's are written: memory is used as blocks are.
+    raw = np.zeros(size + ALIGNMENT, dtype=np.uint8)
+    aligned: npt.NDArray[np.uint8] = raw[-raw.ctypes.data % ALIGNMENT :][:size]
+    return aligned
 
 
 def can_share() -> bool:

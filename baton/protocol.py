@@ -379,7 +379,7 @@ class Generate(_Message, frozen=True, tag=31):
     n: NumSamples = 1
     """Independent answers to the same prompt, numbered from 0."""
     priority: Priority = 0
-    """Where requests wait, on every worker, and where one has to give its KV blocks up, lower ones go first and stay."""
+    """Lower ones go first where requests wait, on every worker, and keep their KV blocks where one must give its up."""
 
 
 class Cancel(_Message, frozen=True, tag=32):

@@ -18,7 +18,9 @@ import zmq
 
 from baton.config import parse_config
 from baton.errors import ClusterError
+from baton.host_memory import can_share
 from baton_cluster.specs import WorkerSpec
+from kv_transfer.shm_link import reach
 
 
 def _where() -> dict[str, Any]:
@@ -31,6 +33,8 @@ def _where() -> dict[str, Any]:
         "hostname": platform.node(),
         "cores": sorted(os.sched_getaffinity(0)),
         "pid": os.getpid(),
+        # Processes for which this is equal can map each other's memory; empty: this one nobody's.
+        "memory": reach() if can_share() else "",
     }
 
 
@@ -58,15 +62,16 @@ class WorkerActor:
         """The node and what this process may use there: before `load`, for the assignment of cores."""
         return _where()
 
-    def load(self, cores: tuple[int, ...]) -> str:
+    def load(self, cores: tuple[int, ...], shared_pool: bool) -> str:
         """Load the model, while the router still starts; how the memory is shared out, in words.
 
+        `shared_pool`: the transport to come reads the KV pools of other processes.
         Raises what is wrong: ModelError, ConfigError.
         """
         os.sched_setaffinity(0, cores)  # loading, too, stays off the other workers' cores
         from baton.engine.build import build_runner
 
-        self._built = build_runner(self._config, self._config.pools[self._spec.pool])
+        self._built = build_runner(self._config, self._config.pools[self._spec.pool], shared_pool=shared_pool)
         return str(self._built.memory)
 
     def start(self, router_address: str, host: str, cores: tuple[int, ...], transport: str) -> dict[str, Any]:

@@ -17,9 +17,14 @@ from prefill_worker.worker import send_port_for
 
 
 def worker_core(
-    config: ClusterConfig, info: WorkerInfo, *, eos_token_ids: Iterable[int] = (), pulls: bool = False
+    config: ClusterConfig,
+    info: WorkerInfo,
+    *,
+    eos_token_ids: Iterable[int] = (),
+    pulls: bool = False,
+    reach: str = "",
 ) -> WorkerCore:
-    """The worker that `info` describes, with the ports its role needs. `pulls`: `KVTransport.pulls`."""
+    """The worker that `info` describes, with the ports its role needs. `pulls`, `reach`: of its `KVTransport`."""
     engine = EngineCore(
         num_blocks=info.num_blocks,
         block_size=config.engine.block_size,
@@ -41,6 +46,7 @@ def worker_core(
             fingerprint=info.fingerprint,
             layout=info.layout,
             engine=engine,
+            reach=reach,
         )
     if info.role != "prefill":
         receive = receive_port_for(
@@ -51,5 +57,6 @@ def worker_core(
             layout=info.layout,
             engine=engine,
             pulls=pulls,
+            reach=reach,
         )
     return WorkerCore(info, engine, send, receive)

@@ -34,7 +34,7 @@ def build_worker(
 ) -> EngineWorker:
     """A worker, ready to `start()`. Binds its sockets on `host` at once.
 
-    `transport` is the URL to open (`inproc://`, `zmq+tcp://10.0.0.2`), `cores` the CPU cores it is pinned to,
+    `transport` is the URL to open (`inproc://`, `shm://`, `zmq+tcp://10.0.0.2`), `cores` the CPU cores it is pinned to,
     `gpu_ids` the GPUs that Ray reserved for it.
     """
     role = config.role_of(spec.pool)
@@ -43,7 +43,7 @@ def build_worker(
     opened = open_transport(transport)
     links = ZmqPeerLinks(
         incarnation=incarnation,
-        pool=cache if cache.device.type == "cpu" else StagedBlocks(cache),
+        pool=cache if built.device == "cpu" else StagedBlocks(cache),
         transport=opened,
         context=context,
         host=host,
@@ -68,7 +68,7 @@ def build_worker(
         pid=pid,
     )
     return EngineWorker(
-        worker_core(config, info, eos_token_ids=built.spec.eos_token_ids, pulls=opened.pulls),
+        worker_core(config, info, eos_token_ids=built.spec.eos_token_ids, pulls=opened.pulls, reach=opened.reach),
         built.runner,
         links,
         router_address=router_address,

@@ -19,7 +19,7 @@ from baton.worker import EngineWorker
 from baton_cluster.build import build_worker
 from baton_cluster.cluster import Cluster, Progress, no_progress
 from baton_cluster.specs import worker_specs
-from kv_transfer.registry import resolve_transport
+from kv_transfer.registry import resolve_transport, shares_memory
 from router.server import RouterServer
 
 
@@ -50,7 +50,8 @@ class LocalCluster(Cluster):
             model = None
             for spec in worker_specs(config):
                 progress(f"starting {spec.worker_id}")
-                built = build_runner(config, config.pools[spec.pool], model=model)
+                shared = shares_memory(transport)
+                built = build_runner(config, config.pools[spec.pool], model=model, shared_pool=shared)
                 model = built.runner.model
                 progress(f"{spec.worker_id}: {built.memory}")
                 self.workers[spec.worker_id] = build_worker(

@@ -18,14 +18,14 @@ import msgspec
 
 from baton.config import ClusterConfig, PoolConfig, dump_config
 from baton.engine.weights import resolve_model
-from baton.errors import BatonError, ClusterError
+from baton.errors import BatonError, ClusterError, ConfigError
 from baton_cluster.actors import RouterActor, WorkerActor
 from baton_cluster.cluster import Cluster, Progress, no_progress
 from baton_cluster.cores import assign_cores
 from baton_cluster.ray_session import RaySession
 from baton_cluster.specs import WorkerSpec, worker_specs
 from baton_cluster.supervisor import Supervisor
-from kv_transfer.registry import resolve_transport
+from kv_transfer.registry import resolve_transport, shares_memory
 
 STOP_TIMEOUT_S = 10.0
 """A worker ends after the step it is in; one that takes longer is killed."""
@@ -49,6 +49,8 @@ class _Slot(msgspec.Struct):
     actor: Any = None
     host: str = LOOPBACK
     cores: tuple[int, ...] = ()
+    transport: str = ""
+    """The URL that its KV transport opens."""
     info: dict[str, Any] = {}
 
 
@@ -124,9 +126,10 @@ class RayCluster(Cluster):
             self._router_host = self._get(self._router.where.remote())["node_ip"]
             for slot, place in zip(slots, places, strict=True):
                 slot.host = place["node_ip"]
+        self._choose_transport(slots, places)
         self._progress("loading the model")
         start_router = self._router.start.remote(self._model_path, self._router_host)
-        (self.address, self._back), *memory = self._get([start_router, *(s.actor.load.remote(s.cores) for s in slots)])
+        (self.address, self._back), *memory = self._get([start_router, *map(self._load, slots)])
         for slot, plan in zip(slots, memory, strict=True):
             self._progress(f"{slot.spec.worker_id}: {plan}")
         self._progress("joining")
@@ -169,9 +172,25 @@ class RayCluster(Cluster):
             .remote(dump_config(self.config), slot.spec.worker_id, slot.spec.pool)
         )
 
+    def _choose_transport(self, slots: list[_Slot], places: list[dict[str, Any]]) -> None:
+        """`auto` takes `shm` if all workers are on one node, compute on its CPUs, and can map each other's memory."""
+        name = self.config.transfer.transport
+        reaches = {place["memory"] for place in places}
+        one_memory = len(reaches) == 1 and "" not in reaches
+        if name == "shm" and not one_memory:
+            where = sorted({f"{place['hostname']} ({place['node_ip']}, {place['memory']})" for place in places})
+            problem = f"workers cannot map each other's memory; they are on {' and on '.join(where)}"
+            raise ConfigError("transfer.transport", problem, value=name, allowed="auto, zmq+tcp")
+        one_node = len({place["node_id"] for place in places}) == 1
+        can_share = one_memory and one_node and not any(self.config.pools[s.spec.pool].may_use_gpu for s in slots)
+        for slot in slots:
+            slot.transport = resolve_transport(name, one_process=False, can_share=can_share, host=slot.host)
+
+    def _load(self, slot: _Slot) -> Any:
+        return slot.actor.load.remote(slot.cores, shares_memory(slot.transport))
+
     def _join(self, slot: _Slot) -> Any:
-        transport = resolve_transport(self.config.transfer.transport, one_process=False, host=slot.host)
-        return slot.actor.start.remote(self._back, slot.host, slot.cores, transport)
+        return slot.actor.start.remote(self._back, slot.host, slot.cores, slot.transport)
 
     def _assign(self, slots: list[_Slot], places: list[dict[str, Any]]) -> None:
         """Cores per worker, node by node."""
@@ -221,7 +240,7 @@ class RayCluster(Cluster):
             back_port = int(self._back.rpartition(":")[2])
             self._get(actor.start.remote(self._model_path, self._router_host, back_port))
         else:
-            self._get(actor.load.remote(slot.cores))
+            self._get(self._load(slot))
             slot.info = self._get(self._join(slot))
         return actor
 

@@ -7,6 +7,7 @@ scheduling and sampling are in the figures, and they compare with those of any s
 
 decode    step = (time of 33 tokens - time of 1) / 32, for `batch` requests at once whose prompts are cached
 prefill   time to the only token of a prompt that is not cached
+cold      start of a process to its model loaded, on the same cores
 host_ms   what a decode step of the largest batch spends outside of the model
 floor_ms  the larger of bytes / bandwidth and operations / matrix rate, both measured in the same run: a step must read
           all weights and the batch's KV cache once, and do two operations per weight and row
@@ -18,6 +19,8 @@ import argparse
 import json
 import os
 import random
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,7 @@ from baton.engine.model_spec import ModelSpec, load_model_config
 from baton.engine.weights import resolve_model
 from baton_cluster.local import LocalCluster
 from baton_experiments.report import environment
-from benchmarks.machine import machine, spread
+from benchmarks.machine import machine, spread, timed
 from benchmarks.peers import TransformersPeer
 from router.client import RouterClient
 
@@ -133,6 +136,21 @@ class HostClock:
         return wrapped
 
 
+COLD_START = """
+import sys
+from baton.config import parse_config
+from baton.engine.build import build_runner
+config = parse_config({"model": {"source": sys.argv[1], "dtype": sys.argv[2]}, "pools": {"both": {}}})
+build_runner(config, config.pools["both"])
+"""
+
+
+def cold_start_s(model: str, dtype: str, repeats: int) -> list[float]:
+    """Seconds of new processes that import, load the model and size the KV pool, as a worker does before it joins."""
+    command = [sys.executable, "-c", COLD_START, model, dtype]
+    return [timed(lambda: subprocess.run(command, check=True, capture_output=True)) for _ in range(repeats)]
+
+
 class _Proxy:
     def __init__(self, inner: Any, **replaced: Any):
         self.__dict__.update(_inner=inner, **replaced)
@@ -179,6 +197,7 @@ def main() -> None:
     path = resolve_model(arguments.model)
     spec = load_model_config(path)
     work = Work(spec, arguments.dtype, measured)
+    cold = cold_start_s(arguments.model, arguments.dtype, 3)
     peer = TransformersPeer(path, arguments.dtype, mine) if arguments.against else None
     os.sched_setaffinity(0, rest)  # the router, the client, and the threads they start
 
@@ -203,6 +222,7 @@ def main() -> None:
         "environment": environment(),
         "machine": measured,
         "kernels": arguments.kernels,
+        "cold_start_s": {"median": sorted(cold)[1], "samples": cold},
         "decode": [],
         "prefill": [],
     }

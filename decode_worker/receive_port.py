@@ -94,6 +94,7 @@ class ReceivePort:
         expected_growth: int,
         verify: bool = True,
         pulls: bool = False,
+        reach: str = "",
     ):
         self._worker_id = worker_id
         self._incarnation = incarnation
@@ -103,6 +104,8 @@ class ReceivePort:
         self._lease_s = lease_s
         self._expected_growth = expected_growth
         self._verify = verify
+        self._reach = reach
+        """Where blocks can come from: `KVTransport.reach`."""
         self._pulls = pulls
         """The transport fetches what a `Data` names; else blocks are announced with the Accept."""
         self._greeted: set[str] = set()
@@ -174,6 +177,7 @@ class ReceivePort:
         pairs = (
             ("protocol version", hello.version, PROTOCOL_VERSION),
             ("model fingerprint", hello.fingerprint, self._fingerprint),
+            ("reach of the KV transport", hello.reach, self._reach),
         )
         for what, theirs, ours in pairs:
             if theirs != ours:

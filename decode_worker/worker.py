@@ -16,8 +16,9 @@ def receive_port_for(
     layout: KVLayout,
     engine: ReceiveEngine,
     pulls: bool = False,
+    reach: str = "",
 ) -> ReceivePort:
-    """`pulls`: the transport's (`kv_transfer.base.KVTransport.pulls`)."""
+    """`pulls`, `reach`: the transport's (`kv_transfer.base.KVTransport`)."""
     return ReceivePort(
         worker_id=worker_id,
         incarnation=incarnation,
@@ -28,4 +29,5 @@ def receive_port_for(
         expected_growth=config.expected_growth,
         verify=config.checksum != "none",
         pulls=pulls,
+        reach=reach,
     )

@@ -7,7 +7,8 @@ Rules every transport keeps, and `tests/unit/test_transport_contract.py` checks:
 
 * Only the receiving side writes its pool. After `cancel(transfer)` on the receiving side returns,
   nothing is written for that transfer any more.
-* A source block may be read until its `Sent` comes out of `completions()`, however the transfer ends.
+* A source block may be read until its `Sent` comes out of `completions()`, however the transfer ends. What a peer
+  reads of it later does not count as received.
 * No order is promised between blocks, transfers, or data and control messages.
 * All methods are called from one thread (the worker's I/O thread), except where a class says otherwise.
 """
@@ -93,6 +94,8 @@ class KVTransport(Protocol):
     """True: the receiver fetches, by the refs `ship` returned, sent to it in a `Data` message."""
     address: str
     """URL under which peers reach this end, with the real host and port."""
+    reach: str
+    """Two ends can be linked if these are equal: the kind of transport and, if it stays in a machine, which one."""
 
     def register(self, pool: BlockMemory) -> None:
         """Use this pool for everything that follows. Called once, before `ship` and `receive`."""

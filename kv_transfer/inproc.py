@@ -30,6 +30,8 @@ MAX_BYTES_PER_CALL = 64 << 20
 MAX_BLOCKS_PER_SHIPMENT = 16
 """So that the first blocks are copied, and may be reported, before the last."""
 
+_PROCESS = uuid.uuid4().hex
+
 _endpoints: dict[str, InprocTransport] = {}
 _endpoints_lock = threading.Lock()
 
@@ -52,6 +54,7 @@ class InprocTransport:
     def __init__(self) -> None:
         name = uuid.uuid4().hex
         self.address = f"inproc://{name}"
+        self.reach = f"inproc (process {_PROCESS})"
         self.stats = TransportStats()
         self._name = name
         self._pool: BlockMemory | None = None

@@ -39,6 +39,8 @@ class Hello(_Message, frozen=True, tag=60):
     incarnation: Name
     fingerprint: Name
     layout: KVLayout
+    reach: str = ""
+    """`KVTransport.reach`: what P can move blocks by, and where to."""
 
 
 class Welcome(_Message, frozen=True, tag=61):

@@ -202,6 +202,8 @@ class SendSession(Session):
         self.unsent: set[int] = set()
         """Indices that were handed to the transport and may still be read there."""
         self.checksums: dict[int, int] = {}
+        self.refs: dict[int, int] = {}
+        """Of a transport that pulls: by what D fetches each unsent block."""
         self.first_token: int | None = None
         self.said_at = now
         """Seconds; when D last heard of this transfer."""
@@ -238,15 +240,24 @@ class SendSession(Session):
             self.unsent.update(index for index, _ in blocks)
         return blocks
 
-    def shipped(self, checksums: dict[int, int], now: float) -> None:
+    def shipped(self, checksums: dict[int, int], now: float, refs: tuple[int, ...] = ()) -> None:
+        """`refs`, of a transport that pulls, are in the order of `checksums`; else empty."""
         if not self.ended:
             self.checksums.update(checksums)
+            self.refs.update(zip(checksums, refs, strict=False))
             self.said_at = now
+
+    def unfetched(self) -> dict[int, int]:
+        """Refs, by index, that D has not used yet as far as P knows; empty of a transport that pushes."""
+        return {index: ref for index, ref in self.refs.items() if index in self.unsent}
 
     def sent(self, indices: Iterable[int], now: float) -> int:
         """The transport reads these no more. Returns how many it had not told before."""
         before = len(self.unsent)
+        indices = tuple(indices)
         self.unsent.difference_update(indices)
+        for index in indices:
+            self.refs.pop(index, None)
         if len(self.unsent) != before:
             self.renewed_at = now
         return before - len(self.unsent)

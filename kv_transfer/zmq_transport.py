@@ -139,6 +139,7 @@ class ZmqTransport:
         if advertise is not None:
             bound = f"tcp://{advertise}:{bound.rpartition(':')[2]}"
         self.address = f"zmq+{bound}"
+        self.reach = f"zmq+{bound.partition(':')[0]}"
 
     @classmethod
     def tcp(cls, host_port: str = "", **options: Any) -> ZmqTransport:

@@ -105,10 +105,11 @@ class SendPort:
         lease_s: float,
         max_unacked_blocks: int,
         checksummed: bool = True,
+        reach: str = "",
     ):
         self._worker_id = worker_id
         self._incarnation = incarnation
-        self._hello = Hello(PROTOCOL_VERSION, worker_id, incarnation, fingerprint, layout)
+        self._hello = Hello(PROTOCOL_VERSION, worker_id, incarnation, fingerprint, layout, reach)
         self._layout = layout
         self._engine = engine
         self._lease_s = lease_s
@@ -310,7 +311,7 @@ class SendPort:
         session = self._sessions.get(transfer)
         if session is None or session.ended:
             return []
-        session.shipped(checksums, now)
+        session.shipped(checksums, now, refs)
         actions: list[Action] = []
         if refs:
             actions.append(ToPeer(transfer.target, Data(transfer, tuple(checksums), refs)))
@@ -357,7 +358,8 @@ class SendPort:
                 if lease_at is not None and lease_at <= now:
                     actions += self._expire(session, now)
                 elif not session.ended and session.said_at + self._repeat_s <= now:
-                    actions += self._say(session, self._question(session), now)
+                    for question in self._questions(session):
+                        actions += self._say(session, question, now)
                 else:
                     self._schedule(session)
         return actions
@@ -368,13 +370,18 @@ class SendPort:
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def _question(self, session: SendSession) -> Offer | Data | Commit:
-        """What the present state says to D, safe to be said again. In OPEN it only renews D's lease."""
+    def _questions(self, session: SendSession) -> list[Offer | Data | Commit]:
+        """What the present state says to D, safe to be said again: in OPEN, that P is still at it."""
         if session.state is State.OFFERED:
-            return session.offer
-        if session.state is State.OPEN:
-            return Data(session.transfer, (), ())
-        return session.commit_message(self._checksummed)
+            return [session.offer]
+        # A Data without refs renews D's lease. If the transport pulls, the one that had them may have been lost.
+        unfetched = session.unfetched()
+        messages: list[Offer | Data | Commit] = []
+        if session.state is State.OPEN or unfetched:
+            messages.append(Data(session.transfer, tuple(unfetched), tuple(unfetched.values())))
+        if session.state is not State.OPEN:
+            messages.append(session.commit_message(self._checksummed))
+        return messages
 
     def _say(self, session: SendSession, message: Any, now: float) -> list[Action]:
         session.said_at = now

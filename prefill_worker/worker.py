@@ -8,8 +8,16 @@ from prefill_worker.send_port import SendEngine, SendPort
 
 
 def send_port_for(
-    config: TransferConfig, *, worker_id: str, incarnation: str, fingerprint: str, layout: KVLayout, engine: SendEngine
+    config: TransferConfig,
+    *,
+    worker_id: str,
+    incarnation: str,
+    fingerprint: str,
+    layout: KVLayout,
+    engine: SendEngine,
+    reach: str = "",
 ) -> SendPort:
+    """`reach`: the transport's (`kv_transfer.base.KVTransport.reach`)."""
     return SendPort(
         worker_id=worker_id,
         incarnation=incarnation,
@@ -19,4 +27,5 @@ def send_port_for(
         lease_s=config.lease_s,
         max_unacked_blocks=config.max_unacked_blocks,
         checksummed=config.checksum != "none",
+        reach=reach,
     )

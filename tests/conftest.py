@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,17 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny_model(folder)
     save_tokenizer(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def one_torch_thread() -> Iterator[None]:
+    """Models this small only lose by threads that wait for each other: seconds, where other work shares the cores."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

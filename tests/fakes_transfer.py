@@ -12,6 +12,7 @@ import numpy.typing as npt
 import zmq
 
 from baton.engine.request import ChunkDone, Effect, Ended, EngineRequest, PromptDone
+from baton.host_memory import HostMemory
 from baton.layout import KVLayout
 from baton.protocol import RequestKey, SamplingParams, Submit, TransferId, WorkerInfo
 from kv_transfer.base import Completion, KVTransport
@@ -20,11 +21,12 @@ LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, block_size=4, head_dim=2, dtype=
 
 
 class FakePool:
-    """`BlockMemory` over one numpy array."""
+    """`BlockMemory` over one array, which every transport can reach."""
 
     def __init__(self, num_blocks: int, block_bytes: int):
         self.num_blocks, self.block_bytes = num_blocks, block_bytes
-        self.memory = np.zeros((num_blocks, block_bytes), dtype=np.uint8)
+        self.host_memory = HostMemory(num_blocks * block_bytes, shared=True)
+        self.memory = self.host_memory.array.reshape(num_blocks, block_bytes)
 
     def block(self, block_id: int) -> npt.NDArray[np.uint8]:
         return self.memory[block_id]

@@ -20,17 +20,28 @@ from baton_cluster.specs import WorkerSpec
 from tests.stub_cluster import StubCluster, stub_worker, wait_until
 
 TRANSPORT = "zmq+tcp://127.0.0.1"
+TRANSPORTS = [TRANSPORT, "shm://"]
+"""Between processes."""
 ROOT = Path(__file__).resolve().parent.parent
 
 
 class ProcessCluster(StubCluster):
-    """A StubCluster over TCP; the workers `apart` (worker ids) are processes, whose steps take `apart_step_s`."""
+    """A StubCluster; the workers `apart` (worker ids) are processes, whose steps take `apart_step_s`."""
 
-    def __init__(self, pools: dict[str, Any], *, apart: Collection[str], apart_step_s: float = 0.0, **options: Any):
+    def __init__(
+        self,
+        pools: dict[str, Any],
+        *,
+        apart: Collection[str],
+        apart_step_s: float = 0.0,
+        transport: str = TRANSPORT,
+        **options: Any,
+    ):
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._apart = apart
         self._apart_step_s = apart_step_s
-        super().__init__(pools, transport=TRANSPORT, **options)
+        self._transport = transport
+        super().__init__(pools, transport=transport, **options)
         try:
             for worker_id in apart:
                 self.wait_state(worker_id, "ready")
@@ -53,6 +64,7 @@ class ProcessCluster(StubCluster):
             "pool": pool,
             "router": self.back,
             "step_s": self._apart_step_s,
+            "transport": self._transport,
         }
         assert process.stdin is not None
         process.stdin.write(json.dumps(orders).encode() + b"\n")
@@ -90,7 +102,7 @@ def main() -> None:
         WorkerSpec(orders["worker_id"], orders["pool"]),
         router_address=orders["router"],
         context=zmq.Context(),
-        transport=TRANSPORT,
+        transport=orders["transport"],
         step_s=lambda plan: float(orders["step_s"]),
     )
     worker.start()

@@ -32,7 +32,7 @@ class BlockTables:
         return -(-num_tokens // self.block_size)
 
     def num_missing(self, request: EngineRequest) -> int:
-        """Blocks that it lacks to compute all tokens it has, before any sharing."""
+        """Blocks that it lacks to compute all tokens it has, before any sharing; below 0: it has more, to grow into."""
         return self.blocks_for(len(request.tokens)) - len(request.blocks)
 
     # --- taking ---------------------------------------------------------------------------------
@@ -191,6 +191,7 @@ class BlockTables:
             )
         for request in requests:
             assert len(set(request.blocks)) == len(request.blocks), f"{request!r} has a block twice"
+            assert len(request.blocks) <= self.blocks_for(request.max_len), f"{request!r} has blocks beyond its end"
             if not request.blocks:
                 assert request.copy_source is None and request.announced_key is None, request
             for index in range(request.num_computed // self.block_size, len(request.blocks)):

@@ -44,6 +44,7 @@ class BlockPool:
 
     def allocate(self, num_blocks: int) -> list[int] | None:
         """`num_blocks` ids, or None if fewer are free: all or nothing, so that no two can wait for each other."""
+        assert num_blocks >= 0, f"{num_blocks} blocks asked for"
         if num_blocks == 1 and self._free:
             block = self._free.pop()
             self.refs[block] = 1

@@ -46,10 +46,12 @@ def build_runner(
     *,
     progress: Callable[[str], None] | None = None,
     model: Model | None = None,
+    shared_pool: bool = False,
 ) -> BuiltRunner:
     """Find and load the model and size the KV pool for a worker of `pool`. Takes seconds.
 
     `model`: one that is loaded already, of the same configuration: workers of one process share it.
+    `shared_pool`: the KV pool lies in memory that other processes of this machine can map.
     Raises ModelError (model) or ConfigError (sizes, device). Leaves the number of threads as it is.
     """
     device = resolve_device(pool)
@@ -81,7 +83,7 @@ def build_runner(
     if isinstance(model, GraphedDecoder):
         model = model.model  # its graphs are of another worker's pool
     graphed = device == "cuda" and engine.cuda_graphs and isinstance(model, DecoderModel)
-    kv_cache = KVCache(layout, memory.num_blocks, device, scratch=graphed)
+    kv_cache = KVCache(layout, memory.num_blocks, device, scratch=graphed, shared=shared_pool)
     if graphed and isinstance(model, DecoderModel):
         longest = limit or spec.max_position_embeddings
         model = _capture(model, kv_cache, engine, layout.num_blocks_for(longest), progress or log.info)

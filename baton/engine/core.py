@@ -230,14 +230,20 @@ class EngineCore:
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step, or None if there is nothing to do. `complete` must follow before the next call."""
         assert self._plan is None, "the last step is not complete"
-        step = Step(self.tables, self._running, self._waiting, self.limits, self.times, now)
-        self._policy.plan(step)
-        if not step.items:
-            return None
+        step = self._plan_step(now)
+        while not step.items:
+            if not step.give_way():
+                return None
+            step = self._plan_step(now)
         self._waiting.advance(step.chunk_tokens)
         self._plan = StepPlan(step.items, step.copies, step.skipped)
         self._scheduled_at = now
         return self._plan
+
+    def _plan_step(self, now: float) -> Step:
+        step = Step(self.tables, self._running, self._waiting, self.limits, self.times, now)
+        self._policy.plan(step)
+        return step
 
     def complete(self, plan: StepPlan, tokens: Sequence[int | None], now: float) -> list[Effect]:
         """Take in what a step sampled, aligned with `plan.items`: a token where `item.samples`, else None."""

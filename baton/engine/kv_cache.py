@@ -13,12 +13,10 @@ import numpy.typing as npt
 import torch
 
 from baton.errors import ConfigError
+from baton.host_memory import HostMemory
 from baton.layout import KVLayout
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-_ALIGNMENT = 64
-"""Bytes; a cache line, and what vector instructions like best."""
 
 
 class KVCache:
@@ -32,9 +30,12 @@ class KVCache:
     transfer that failed its checksum.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: str = "cpu", *, scratch: bool = False):
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, device: str = "cpu", *, scratch: bool = False, shared: bool = False
+    ):
         """`scratch`: hold a further block that belongs to nobody, see `scratch_block`.
 
+        `shared`: in memory that other processes of this machine can map; on a CPU only.
         Raises ConfigError if `num_blocks` is less than 1 or the memory cannot be had.
         """
         if num_blocks < 1:
@@ -48,8 +49,16 @@ class KVCache:
         self.written: torch.cuda.Event | None = None
         """Of a pool on a GPU: reached when all that the last step wrote is in the pool, see `mark_written`."""
         total = num_blocks + scratch
+        if shared and self.device.type != "cpu":
+            raise ConfigError("transfer.transport", "needs KV pools on the CPU", value="shm", allowed="auto, zmq+tcp")
         try:
-            self._bytes = _zeros(total * self.block_bytes, self.device).view(total, self.block_bytes)
+            if self.device.type == "cpu":
+                self.host_memory = HostMemory(total * self.block_bytes, shared=shared)
+                """Where a CPU pool lies, `scratch_block` behind the others."""
+                flat = torch.from_numpy(self.host_memory.array)
+            else:
+                flat = torch.zeros(total * self.block_bytes, dtype=torch.uint8, device=self.device)
+            self._bytes = flat.view(total, self.block_bytes)
         except (RuntimeError, MemoryError) as e:
             mib = total * self.block_bytes / 2**20
             raise ConfigError("kv_blocks", f"{mib:.0f} MiB cannot be allocated on {device}", value=num_blocks) from e
@@ -89,11 +98,3 @@ class KVCache:
     def copy(self, source: int, target: int) -> None:
         """Give block `target` what block `source` holds, all layers."""
         self._bytes[target].copy_(self._bytes[source])
-
-
-def _zeros(size: int, device: torch.device) -> torch.Tensor:
-    if device.type != "cpu":
-        return torch.zeros(size, dtype=torch.uint8, device=device)
-    # numpy's zeros are pages that nothing has touched, torch's are written: memory is used as blocks are.
-    raw = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
-    return torch.from_numpy(raw[-raw.ctypes.data % _ALIGNMENT :][:size])

@@ -88,8 +88,9 @@ def _completing(sequences: Sequence[Sequence[int]], tokens: Sequence[int], num_p
 def _penalize_repetition(logits: Row, penalty: float, tokens: Sequence[int]) -> None:
     ids = np.unique(_known(tokens, logits))
     scores = logits[ids].astype(np.float64)
-    scores = np.where(scores > 0, scores / penalty, scores * penalty)
+    allowed = scores > -np.inf
+    with np.errstate(over="ignore"):
+        scores = np.where(scores > 0, scores / penalty, scores * penalty)
     # An extreme penalty must not make one infinite: the difference of two such has no value.
-    finite = np.isfinite(scores)
-    scores[finite] = np.clip(scores[finite], -LARGEST, LARGEST)
+    scores[allowed] = np.clip(scores[allowed], -LARGEST, LARGEST)
     logits[ids] = scores

@@ -25,7 +25,6 @@ elementwise numpy does, whatever its threads or alignment. Weights are float32, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -147,17 +146,3 @@ def most_probable(logits: torch.Tensor) -> list[int]:
     else:
         tokens = torch.argmax(logits, dim=-1).tolist()
     return tokens
-
-
-def sample(
-    logits: torch.Tensor, params: Sequence[SamplingParams], samples: Sequence[int], positions: Sequence[int]
-) -> list[int]:
-    """One token per row of `[rows, vocab]` float32; see `choose`."""
-    if not len(logits) == len(params) == len(samples) == len(positions):
-        raise ValueError(
-            f"{len(logits)} rows, {len(params)} params, {len(samples)} samples, {len(positions)} positions"
-        )
-    if all(p.temperature == 0 for p in params):
-        return most_probable(logits)
-    rows = logits.cpu().numpy()
-    return [choose(rows[i], p, samples[i], positions[i]) for i, p in enumerate(params)]

@@ -21,17 +21,20 @@ from baton.engine.model_spec import CausalLMSpec, ModelSpec, load_spec
 
 _FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
 _READERS = (model_spec, rope)
+_SEAL_BYTES = 16
 
 
 def cached_spec(path: Path, impl: str = "auto", max_model_len: int | None = None) -> CausalLMSpec:
     """`load_spec`, from the cache where it was called before with the same arguments and files. Raises ModelError."""
     entry = cache_root() / "specs" / f"{_key(path, impl, max_model_len)}.msgpack"
     with contextlib.suppress(OSError, msgspec.MsgspecError):
-        return msgspec.msgpack.decode(entry.read_bytes(), type=ModelSpec)
+        found = entry.read_bytes()
+        if found == _sealed(data := found[_SEAL_BYTES:]):
+            return msgspec.msgpack.decode(data, type=ModelSpec)
     spec = load_spec(path, impl, max_model_len)
     if isinstance(spec, ModelSpec):  # others import transformers all the same
         with contextlib.suppress(OSError):
-            _write(entry, msgspec.msgpack.encode(spec))
+            _write(entry, _sealed(msgspec.msgpack.encode(spec)))
     return spec
 
 
@@ -43,6 +46,11 @@ def _key(path: Path, impl: str, max_model_len: int | None) -> str:
     for module in _READERS:
         digest.update(Path(str(module.__file__)).read_bytes())
     return digest.hexdigest()
+
+
+def _sealed(data: bytes) -> bytes:
+    """With its digest: a damaged entry may still decode, as another model."""
+    return xxhash.xxh3_128_digest(data) + data
 
 
 def _write(entry: Path, data: bytes) -> None:

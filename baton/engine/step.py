@@ -130,11 +130,11 @@ class Step:
     def _obstacle(self, request: EngineRequest, must_hold_blocks: bool) -> str | None:
         """Why this request cannot be admitted; None: it holds its blocks now."""
         tables = self._tables
-        if tables.num_missing(request) == 0:
+        if tables.num_missing(request) <= 0:  # less than 0: it was adopted with blocks for its growth
             return None
-        # First come, first served; but who holds its blocks already may pass, because only by running it can give
+        # First come, first served; but who holds blocks already may pass, because only by running it can give
         # them back.
-        if must_hold_blocks:
+        if must_hold_blocks and not request.blocks:
             return "an earlier request waits for blocks"
         if tables.waits(request):
             return "its next block is just being computed for another request"
@@ -187,6 +187,18 @@ class Step:
                 if candidate.priority >= least + (victim is None and not younger):
                     victim = candidate
         return victim
+
+    def give_way(self) -> bool:
+        """Nobody advances: the least important holder of blocks gives them up, if the others may go on then.
+
+        All may lack one block more, or lack a place in the batch that a less important one keeps without advancing.
+        """
+        holders = (*reversed(self._waiting), *reversed(self._running.values()))
+        holders = tuple(r for r in holders if r.blocks and not r.transfer_holds)
+        if len(holders) < 2:
+            return False  # what it lacks is held by transfers; they will end
+        self._preempt(max(holders, key=lambda r: r.priority))  # of several the first, which is the youngest
+        return True
 
     def _preempt(self, victim: EngineRequest) -> None:
         self._tables.free(victim)

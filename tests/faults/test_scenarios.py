@@ -29,11 +29,13 @@ from kv_transfer.zmq_transport import DataHeader
 from router.client import RouterClient
 from tests.stub_cluster import LAYOUT, StubCluster, expected_tokens, wait_until
 from tests.stub_process import TRANSPORT, ProcessCluster
+from tests.stub_process import TRANSPORTS as BETWEEN_PROCESSES
 
 B = LAYOUT.block_size
 ENGINE = {"max_batch_tokens": 48, "max_batch_requests": 8}
 SPLIT: dict[str, Any] = {"prefill": {}, "decode": {}}
-TRANSPORTS = pytest.mark.parametrize("transport", ["inproc", TRANSPORT])
+TRANSPORTS = pytest.mark.parametrize("transport", ["inproc", *BETWEEN_PROCESSES])
+APART = pytest.mark.parametrize("transport", BETWEEN_PROCESSES)
 
 
 def prompt_of(length: int, salt: int = 0) -> list[int]:
@@ -210,7 +212,8 @@ def test_a_client_that_closes_after_prefill_and_before_decode(transport: str) ->
         assert cluster.runners["decode-0"].num_steps == 0
 
 
-def test_a_lost_shipment_is_computed_again_by_decode_within_the_lease() -> None:
+@TRANSPORTS
+def test_a_lost_shipment_is_computed_again_by_decode_within_the_lease(transport: str) -> None:
     """Row 4: blocks that never come cost a lease, not the request; counted as one failed transfer."""
     lossy: list[LossyTransport] = []
 
@@ -221,7 +224,10 @@ def test_a_lost_shipment_is_computed_again_by_decode_within_the_lease() -> None:
         return lossy[-1]  # type: ignore[return-value]
 
     lease = {"lease_s": 0.4}
-    with StubCluster(SPLIT, engine=ENGINE, wrap=wrap, transfer=lease) as cluster, cluster.client() as client:
+    with (
+        StubCluster(SPLIT, transport=transport, engine=ENGINE, wrap=wrap, transfer=lease) as cluster,
+        cluster.client() as client,
+    ):
         lossy[0].to_lose = 1
         prompt = prompt_of(40)
         done = client.generate(prompt, max_tokens=10, seed=0)
@@ -272,10 +278,11 @@ def test_forged_ids_ranges_and_frames_never_reach_a_pool() -> None:
         ended_well(cluster)
 
 
-def test_blocks_told_twice_count_once() -> None:
+@TRANSPORTS
+def test_blocks_told_twice_count_once(transport: str) -> None:
     """Row 5: a repeated completion is ignored; the transfer ends once."""
     _, wrap = decode_wrapped(RepeatingTransport)
-    with StubCluster(SPLIT, engine=ENGINE, wrap=wrap) as cluster, cluster.client() as client:
+    with StubCluster(SPLIT, transport=transport, engine=ENGINE, wrap=wrap) as cluster, cluster.client() as client:
         prompt = prompt_of(100)
         done = client.generate(prompt, max_tokens=10, seed=0)
         assert (list(done.token_ids), done.attempts) == (expected_tokens(prompt, 10), 1)
@@ -533,14 +540,18 @@ def test_a_seed_gives_the_same_tokens_split_and_colocated() -> None:
 # --- faults -----------------------------------------------------------------------------------------
 
 LIVENESS = {"heartbeat_s": 0.2, "timeout_s": 1.0}
+QUICK: dict[str, Any] = {"engine": ENGINE, "liveness": LIVENESS}
 HANGS_S = 60.0
 
 
-def test_a_prefill_worker_killed_at_prefill() -> None:
+@APART
+def test_a_prefill_worker_killed_at_prefill(transport: str) -> None:
     """Row 27: decode's reservation is back within two seconds, and the request goes on elsewhere."""
     pools = {"prefill": {"workers": 2}, "decode": {}}
     prompts = [prompt_of(40, i) for i in range(4)]
-    cluster = ProcessCluster(pools, apart=["prefill-1"], apart_step_s=HANGS_S, engine=ENGINE, liveness=LIVENESS)
+    cluster = ProcessCluster(
+        pools, apart=["prefill-1"], apart_step_s=HANGS_S, transport=transport, engine=ENGINE, liveness=LIVENESS
+    )
     with cluster, cluster.client() as client, ThreadPoolExecutor(4) as pool:
         done = [pool.submit(client.generate, prompt, max_tokens=10, seed=0) for prompt in prompts]
         wait_until(lambda: sum(d.done() for d in done) == 2, "those on the other worker are done")
@@ -556,11 +567,14 @@ def test_a_prefill_worker_killed_at_prefill() -> None:
         ended_well(cluster)
 
 
-def test_a_decode_worker_killed_before_its_first_token() -> None:
+@APART
+def test_a_decode_worker_killed_before_its_first_token(transport: str) -> None:
     """Row 27: prefill lets go, and the requests go on at another decode worker, without a repeated token."""
     pools = {"prefill": {}, "decode": {"workers": 2}}
     prompts = [prompt_of(40, i) for i in range(4)]
-    cluster = ProcessCluster(pools, apart=["decode-1"], apart_step_s=HANGS_S, engine=ENGINE, liveness=LIVENESS)
+    cluster = ProcessCluster(
+        pools, apart=["decode-1"], apart_step_s=HANGS_S, transport=transport, engine=ENGINE, liveness=LIVENESS
+    )
     with cluster, cluster.client() as client, ThreadPoolExecutor(4) as pool:
         done = [pool.submit(client.generate, prompt, max_tokens=10, seed=0) for prompt in prompts]
         wait_until(lambda: sum(d.done() for d in done) == 2, "those on the other worker are done")
@@ -576,10 +590,13 @@ def test_a_decode_worker_killed_before_its_first_token() -> None:
         ended_well(cluster)
 
 
-def test_a_worker_that_dies_and_comes_back() -> None:
+@APART
+def test_a_worker_that_dies_and_comes_back(transport: str) -> None:
     """Row 11: a new life serves what waited for it; the survivor holds nothing of the former one."""
     pools = {"prefill": {}, "decode": {}}
-    cluster = ProcessCluster(pools, apart=["decode-0"], apart_step_s=0.01, engine=ENGINE, liveness=LIVENESS)
+    cluster = ProcessCluster(
+        pools, apart=["decode-0"], apart_step_s=0.01, transport=transport, engine=ENGINE, liveness=LIVENESS
+    )
     with cluster, cluster.client() as client, ThreadPoolExecutor(4) as pool:
         prompts = [prompt_of(40, i) for i in range(4)]
         streaming = [pool.submit(client.generate, prompt, max_tokens=200, seed=0) for prompt in prompts]
@@ -596,10 +613,13 @@ def test_a_worker_that_dies_and_comes_back() -> None:
         ended_well(cluster)
 
 
-def test_a_worker_that_freezes_and_thaws() -> None:
+@APART
+def test_a_worker_that_freezes_and_thaws(transport: str) -> None:
     """Row 27: it counts as lost meanwhile; what it says afterwards about attempts that were moved is not believed."""
     pools = {"prefill": {}, "decode": {"workers": 2}}
-    cluster = ProcessCluster(pools, apart=["decode-1"], apart_step_s=0.01, engine=ENGINE, liveness=LIVENESS)
+    cluster = ProcessCluster(
+        pools, apart=["decode-1"], apart_step_s=0.01, transport=transport, engine=ENGINE, liveness=LIVENESS
+    )
     with cluster, cluster.client() as client, ThreadPoolExecutor(4) as pool:
         prompts = [prompt_of(40, i) for i in range(4)]
         streaming = [pool.submit(client.generate, prompt, max_tokens=200, seed=0) for prompt in prompts]
@@ -620,9 +640,10 @@ def test_a_worker_that_freezes_and_thaws() -> None:
         ended_well(cluster)
 
 
-def test_nothing_is_kept_of_requests_that_have_ended() -> None:
+@APART
+def test_nothing_is_kept_of_requests_that_have_ended(transport: str) -> None:
     """Row 9: however many end and however they end, the tables that grow with requests are empty again."""
-    with StubCluster(SPLIT, transport=TRANSPORT, engine=ENGINE) as cluster, cluster.client() as client:
+    with StubCluster(SPLIT, transport=transport, engine=ENGINE) as cluster, cluster.client() as client:
 
         def one(number: int) -> None:
             with client.stream(prompt_of(30, number), max_tokens=8, seed=0) as stream:
@@ -635,9 +656,9 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
         ended_well(cluster)
         for worker in cluster.workers.values():
             links: Any = worker._links
-            expected = links._transport._expected
-            wait_until(lambda links=links: not links._receiving and not links._transport._flights, "nothing moves")
-            assert len(expected) == 0
+            names = ("_lent", "_wanted", "_news") if transport == "shm://" else ("_flights", "_expected", "_news")
+            moving = [getattr(links._transport, name) for name in names]
+            wait_until(lambda links=links, moving=moving: not links._receiving and not any(map(len, moving)), "still")
         send, receive = cluster.workers["prefill-0"].core.send, cluster.workers["decode-0"].core.receive
         for port, tables in (
             (send, ("_sessions", "_by_key", "_held", "_submits")),
@@ -721,3 +742,40 @@ def test_sigterm_lets_a_worker_finish_and_hand_over_before_it_exits(victim: str)
             assert done.attempts == 1, "finished where it was, not started anew"
         assert process.wait(20) == 0
         cluster.wait_ledger_zero()
+
+
+def test_a_decode_worker_whose_memory_is_out_of_reach_is_refused_at_the_hello() -> None:
+    """Nothing is offered to it, nobody waits for a lease, and another one serves."""
+
+    def wrap(worker_id: str, transport: KVTransport) -> KVTransport:
+        if worker_id == "decode-1":
+            transport.reach = "shm (another machine)"
+        return transport
+
+    pools = {"prefill": {}, "decode": {"workers": 2}}
+    with (
+        StubCluster(pools, transport="shm://", engine=ENGINE, wrap=wrap, transfer={"lease_s": 60.0}) as cluster,
+        cluster.client() as client,
+    ):
+        done = [client.generate(prompt_of(40, i), max_tokens=5, seed=0) for i in range(4)]
+        for i, completion in enumerate(done):
+            assert list(completion.token_ids) == expected_tokens(prompt_of(40, i), 5)
+            assert completion.decode_worker != "decode-1"
+            assert completion.latency_s < 5
+        assert receive_counters(cluster, "decode-1")["hello_refused"] == 1
+        assert receive_counters(cluster, "decode-1")["offered"] == 0
+        ended_well(cluster)
+
+
+def test_workers_that_cannot_reach_each_other_at_all_answer_with_the_reason() -> None:
+    def wrap(worker_id: str, transport: KVTransport) -> KVTransport:
+        transport.reach = f"shm (machine of {worker_id})"
+        return transport
+
+    with StubCluster(SPLIT, transport="shm://", engine=ENGINE, wrap=wrap) as cluster, cluster.client() as client:
+        began = time.monotonic()
+        with pytest.raises(OverloadedError, match=r"machine of prefill-0.*machine of decode-0"):
+            client.generate(prompt_of(40), max_tokens=5, seed=0)
+        assert time.monotonic() - began < 5
+        wait_until(lambda: not cluster.workers["prefill-0"].core.engine.live(), "prefill has forgotten it")
+        ended_well(cluster)

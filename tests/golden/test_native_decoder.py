@@ -31,11 +31,12 @@ from tests.golden.tiny_models import (
     assert_greedy,
     load_runner,
     make_tiny_model,
-    one_thread,  # noqa: F401  (a fixture)
     prompt_of,
 )
 from tests.native.instruction_sets import EMULATED, NATIVE, forget_kernels, use_instruction_set
 from tests.stub_cluster import wait_until
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 KINDS: dict[str, dict[str, Any]] = {
     "Llama": {},

@@ -23,9 +23,10 @@ from tests.golden.tiny_models import (
     assert_greedy,
     load_runner,
     make_tiny_model,
-    one_thread,  # noqa: F401  (a fixture)
     prompt_of,
 )
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 def compute_again(compute: Compute) -> tuple[torch.Tensor, Replay]:

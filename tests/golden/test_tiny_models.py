@@ -19,10 +19,11 @@ from tests.golden.tiny_models import (
     assert_greedy,
     load_runner,
     make_tiny_model,
-    one_thread,  # noqa: F401  (a fixture)
     prompt_of,
     serve_everything,
 )
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 MISTRAL = {"architecture": "MistralForCausalLM"}
 QWEN2 = {"architecture": "Qwen2ForCausalLM"}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,8 @@ from baton.protocol import StructuredOutput, TokenLogprobs
 from baton_cluster.local import LocalCluster
 from router.completion import Completion
 from tests.byte_model import VOCAB, make_byte_model
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 TOLERANCE = 2e-4
 """Natural logarithms; the order of sums differs with the batch."""
@@ -94,14 +95,6 @@ def completions(cluster: LocalCluster) -> list[Completion]:
 def colocated(model: Path) -> list[Completion]:
     with start(model, "colocated") as cluster:
         return completions(cluster)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def assert_close(ours: TokenLogprobs | None, theirs: TokenLogprobs | None, where: str) -> None:

@@ -12,7 +12,8 @@ from baton.engine.kv_cache import KVCache
 from baton.engine.staging import StagedBlocks
 from kv_transfer.links import ZmqPeerLinks
 from tests.golden.test_tiny_clusters import SPLIT, answers, corpus
-from tests.golden.tiny_models import one_thread  # noqa: F401  (a fixture)
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 @pytest.mark.parametrize("transport", ["inproc", "zmq+tcp"])

@@ -23,10 +23,11 @@ from tests.golden.tiny_models import (
     assert_greedy,
     load_runner,
     make_tiny_model,
-    one_thread,  # noqa: F401  (a fixture)
     prompt_of,
     serve_everything,
 )
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4}
 GPT2: dict[str, Any] = {"n_positions": 512, "n_embd": 48, "n_layer": 2, "n_head": 6}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -157,12 +156,3 @@ def serve_everything(driver: Driver, rng: random.Random, model: PreTrainedModel)
         driver.step([(r, min(rng.choice((1, 8, 30)), r.num_tokens - r.num_computed)) for r in chosen])
     for request in requests:
         assert_greedy(model, request.tokens, request.num_prompt)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small only lose by threads that wait for each other, seconds where other work shares the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

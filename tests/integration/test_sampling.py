@@ -33,6 +33,7 @@ SPLIT = {"prefill": {"workers": 2}, "decode": {"workers": 2}}
 CASES = {
     "colocated": ({"both": {"workers": 2}}, "inproc"),
     "split inproc": (SPLIT, "inproc"),
+    "split shm": (SPLIT, "shm://"),
     "split zmq+tcp": (SPLIT, "zmq+tcp://127.0.0.1"),
 }
 

@@ -29,6 +29,7 @@ SPLIT = {"prefill": {"workers": 1}, "decode": {"workers": 1}}
 CASES = {
     "colocated": ({"both": {"workers": 2}}, "inproc"),
     "split inproc": (SPLIT, "inproc"),
+    "split shm": (SPLIT, "shm://"),
     "split zmq+tcp": (SPLIT, "zmq+tcp://127.0.0.1"),
     "split 2+2 zmq+tcp": ({"prefill": {"workers": 2}, "decode": {"workers": 2}}, "zmq+tcp://127.0.0.1"),
 }
@@ -109,7 +110,7 @@ def test_what_can_never_fit_is_refused_and_others_do_not_notice() -> None:
         cluster.wait_ledger_zero()
 
 
-@pytest.mark.parametrize("transport", ["inproc", "zmq+tcp://127.0.0.1"])
+@pytest.mark.parametrize("transport", ["inproc", "shm://", "zmq+tcp://127.0.0.1"])
 def test_a_decode_pool_of_two_requests_serves_twelve(transport: str) -> None:
     """Offers wait for credit, before their first chunk, and decode preempts where it must."""
     pools = {"prefill": {"kv_blocks": 64}, "decode": {"kv_blocks": 12}}

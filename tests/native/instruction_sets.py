@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from baton.engine.native import library
 
@@ -38,12 +36,3 @@ def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The usual kernels again."""
     monkeypatch.undo()
     library.kernels.cache_clear()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    """References this small only lose by threads that wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -409,12 +409,14 @@ class Engine(RuleBasedStateMachine):
         transfers = {life.request.key: list(life.request.blocks) for life in self.of(lambda life: life.transfer)}
         holders = {request: request.num_computed for request in self.core.holders()}
         running = {request: len(request.blocks) for request in self.core._running.values()}
-        queue = [request for request in self.core._waiting if -(-request.num_tokens // B) > len(request.blocks)]
+        queue = [request for request in self.core._waiting if not request.blocks]
         self.plan = plan = self.core.schedule(self.now)
         if any(not request.blocks for request in holders):
             self.num_preemptions += 1
             victims = [request for request in running if not request.blocks]
-            assert list(self.core._waiting)[: len(victims)] == victims, "who was preempted goes on first, in order"
+            waiting = list(self.core._waiting)
+            front = [request for request in waiting if request.order[1] == -1]
+            assert waiting[: len(front)] == front and set(victims) <= set(front), "who was preempted goes on first"
             younger = list(running)[list(running).index(victims[0]) :] if victims else []
             assert all(len(request.blocks) <= running[request] for request in younger), "an older one gave way"
         for key, blocks in transfers.items():

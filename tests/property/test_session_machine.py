@@ -68,7 +68,7 @@ class Prefill(Worker):
 
 
 class Decode(Worker):
-    def __init__(self, incarnation: str):
+    def __init__(self, incarnation: str, pulls: bool = False):
         super().__init__(incarnation, BLOCKS_D)
         self.port = ReceivePort(
             worker_id="decode-0",
@@ -78,16 +78,19 @@ class Decode(Worker):
             engine=self.engine,
             lease_s=LEASE,
             expected_growth=4,
+            pulls=pulls,
         )
         self.writable: dict[TransferId, dict[int, int]] = {}
         """Block id by index, that the transport may write."""
+        self.wanted: dict[int, tuple[TransferId, int]] = {}
+        """Of a transport that pulls: (transfer, index) by ref."""
 
 
 class Frame:
     """A block on its way. Its content is read from P's memory when it arrives: zero-copy."""
 
-    def __init__(self, transfer: TransferId, index: int, block: int, source: Prefill):
-        self.transfer, self.index, self.block, self.source = transfer, index, block, source
+    def __init__(self, transfer: TransferId, index: int, block: int, source: Prefill, ref: int):
+        self.transfer, self.index, self.block, self.source, self.ref = transfer, index, block, source, ref
 
 
 def content(tokens: Sequence[int], index: int) -> int:
@@ -96,6 +99,9 @@ def content(tokens: Sequence[int], index: int) -> int:
 
 
 class HandOver(RuleBasedStateMachine):
+    pulls = False
+    """The transport pulls: a frame is what P has lent, D fetches it once it has heard its ref, P can take it back."""
+
     @initialize()
     def start(self) -> None:
         self.now = 0.0
@@ -109,7 +115,8 @@ class HandOver(RuleBasedStateMachine):
         self.offered: set[RequestKey] = set()
         self.tokens: dict[RequestKey, tuple[int, ...]] = {}
         """Each request's prompt."""
-        self.p, self.d = Prefill("P0"), Decode("D0")
+        self.num_refs = 0
+        self.p, self.d = Prefill("P0"), Decode("D0", self.pulls)
         self.act(self.p, self.p.port.on_peers((worker_info("D0"),), self.now))
         while self.wire:
             self.hear(self.wire.pop(0))
@@ -123,17 +130,26 @@ class HandOver(RuleBasedStateMachine):
                     self.wire.append((worker.incarnation, peer, message))
                 case ShipBlocks(_, transfer, blocks):
                     assert isinstance(worker, Prefill)
+                    refs = []
                     for index, block in blocks:
+                        self.num_refs += 1
+                        refs.append(self.num_refs)
                         worker.reading[transfer, index] += 1
-                        self.frames.append(Frame(transfer, index, block, worker))
+                        self.frames.append(Frame(transfer, index, block, worker, self.num_refs))
                     checksums = {index: worker.memory[block] for index, block in blocks}
-                    self.act(worker, worker.port.on_shipped(transfer, (), checksums, self.now))
-                case ReceiveBlocks(_, transfer, _, blocks):
+                    named = tuple(refs) if self.pulls else ()
+                    self.act(worker, worker.port.on_shipped(transfer, named, checksums, self.now))
+                case ReceiveBlocks(_, transfer, refs, blocks):
                     assert isinstance(worker, Decode)
+                    assert len(refs) == len(blocks) * self.pulls
                     worker.writable.setdefault(transfer, {}).update(blocks)
+                    worker.wanted.update({ref: (transfer, i) for ref, (i, _) in zip(refs, blocks, strict=False)})
                 case CancelTransfer(transfer):
                     if isinstance(worker, Decode):
                         worker.writable.pop(transfer, None)
+                    elif self.pulls:
+                        for frame in [f for f in self.frames if f.source is worker and f.transfer == transfer]:
+                            self.land(frame, arrives=False)
                 case DropLink(peer):
                     for frame in [f for f in self.frames if f.source is worker and f.transfer.target == peer]:
                         self.land(frame, arrives=False)
@@ -159,7 +175,7 @@ class HandOver(RuleBasedStateMachine):
     def land(self, frame: Frame, arrives: bool = True, corrupt: bool = False) -> None:
         """The transport is done with a frame: written at D or not, it is `Sent`."""
         self.frames.remove(frame)
-        if arrives and frame.transfer.target == self.d.incarnation:
+        if arrives and frame.transfer.target == self.d.incarnation and self.is_wanted(frame):
             block = self.d.writable.get(frame.transfer, {}).pop(frame.index, None)
             if block is not None:
                 value = frame.source.memory[frame.block] ^ corrupt
@@ -168,6 +184,13 @@ class HandOver(RuleBasedStateMachine):
         frame.source.reading[frame.transfer, frame.index] -= 1
         if frame.source is self.p:
             self.act(self.p, self.p.port.on_sent(frame.transfer, (frame.index,), self.now))
+
+    def is_wanted(self, frame: Frame) -> bool:
+        return not self.pulls or self.d.wanted.get(frame.ref) == (frame.transfer, frame.index)
+
+    def can_land(self) -> list[Frame]:
+        """Frames that may arrive now: of a transport that pulls those that D has heard of."""
+        return [frame for frame in self.frames if frame.source is not self.p or self.is_wanted(frame)]
 
     def abort(self, key: RequestKey) -> None:
         self.act(self.d, self.d.port.on_abort(key, self.now))
@@ -222,10 +245,11 @@ class HandOver(RuleBasedStateMachine):
         for item in items:
             self.hear(item)
 
-    @precondition(lambda self: self.frames)
+    @precondition(lambda self: self.can_land())
     @rule(pick=PICK, fate=st.sampled_from(FATES))
     def frame(self, pick: int, fate: str) -> None:
-        frame = self.frames[pick % len(self.frames)]
+        frames = self.can_land()
+        frame = frames[pick % len(frames)]
         self.land(frame, arrives=fate != "lost", corrupt=fate == "corrupt")
 
     @precondition(lambda self: self.p.engine.granted)
@@ -277,13 +301,13 @@ class HandOver(RuleBasedStateMachine):
             if polite:
                 self.act(self.d, self.d.port.on_link_lost(former, "killed", self.now))
         else:
-            self.d = Decode(f"D{self.num_lives}")
+            self.d = Decode(f"D{self.num_lives}", self.pulls)
             self.act(self.p, self.p.port.on_peers((worker_info(self.d.incarnation),), self.now))
 
     def land_dead(self, frame: Frame) -> None:
         """A killed sender's frames: gone, or (they were in the kernel) still arriving, whole."""
         self.frames.remove(frame)
-        if frame.index % 2:
+        if frame.index % 2 and self.is_wanted(frame):
             block = self.d.writable.get(frame.transfer, {}).pop(frame.index, None)
             if block is not None:
                 value = frame.source.memory[frame.block]
@@ -331,17 +355,17 @@ class HandOver(RuleBasedStateMachine):
         if not hasattr(self, "p"):
             return
         for _ in range(2000):
-            while self.wire or self.frames:
+            while self.wire or self.can_land():
                 if self.wire:
                     self.hear(self.wire.pop(0))
-                if self.frames:
-                    self.land(self.frames[0])
+                if frames := self.can_land():
+                    self.land(frames[0])
             for key in list(self.p.engine.granted):
                 self.compute(key, 100)
             for key in list(self.d.engine.decoding):
                 self.d.engine.finish(key)
                 self.act(self.d, self.d.port.on_blocks_free(self.now))
-            if self.wire or self.frames:
+            if self.wire or self.can_land():
                 continue
             deadlines = [d for w in (self.p, self.d) if (d := w.port.next_deadline()) is not None]
             if not deadlines:
@@ -363,11 +387,19 @@ HandOver.TestCase.settings = settings(max_examples=80, stateful_step_count=50, d
 TestHandOver = HandOver.TestCase
 
 
-def walk(seed: int, num_steps: int = 200) -> Counter[str]:
+class PullingHandOver(HandOver):
+    pulls = True
+
+
+PullingHandOver.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestPullingHandOver = PullingHandOver.TestCase
+
+
+def walk(seed: int, num_steps: int = 200, kind: type[HandOver] = HandOver) -> Counter[str]:
     """A long random life; Hypothesis shrinks, this one goes deeper. Returns both sides' counts of the last lives."""
     rng = random.Random(seed)
     pick = lambda: rng.randrange(1 << 16)
-    machine = HandOver()
+    machine = kind()
     machine.start()
     checks = [
         machine.blocks_are_conserved,
@@ -382,7 +414,7 @@ def walk(seed: int, num_steps: int = 200) -> Counter[str]:
             (2, True, lambda: machine.submit(rng.randint(1, 24), rng.randint(2, 20), rng.randint(0, 2))),
             (8, bool(machine.wire), lambda: machine.deliver(pick(), 1 if calm else rng.choice(COPIES))),
             (4, bool(machine.wire), lambda: machine.deliver_in_order(rng.randint(1, 8))),
-            (8, bool(machine.frames), lambda: machine.frame(pick(), "arrives" if calm else rng.choice(FATES))),
+            (8, bool(machine.can_land()), lambda: machine.frame(pick(), "arrives" if calm else rng.choice(FATES))),
             (6, bool(machine.p.engine.granted), lambda: machine.step(pick(), rng.randint(1, 30))),
             (3, bool(machine.d.engine.decoding), lambda: machine.finish(pick())),
             (0.5, bool(machine.num_requests), lambda: machine.router_aborts(pick())),
@@ -401,11 +433,12 @@ def walk(seed: int, num_steps: int = 200) -> Counter[str]:
 
 
 @pytest.mark.parametrize("start", range(0, 200, 50))
-def test_long_random_lives(start: int) -> None:
+@pytest.mark.parametrize("kind", [HandOver, PullingHandOver])
+def test_long_random_lives(kind: type[HandOver], start: int) -> None:
     counters: Counter[str] = Counter()
     for seed in range(start, start + 50):
         try:
-            counters += walk(seed)
+            counters += walk(seed, kind=kind)
         except Exception as e:
             e.add_note(f"seed {seed}")
             raise

@@ -6,14 +6,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from baton.config import RayConfig, parse_config
-from baton.errors import ClusterError
+from baton.errors import ClusterError, ConfigError
 from baton_cluster import record
 from baton_cluster.cores import assign_cores
+from baton_cluster.ray_cluster import RayCluster, _Slot
 from baton_cluster.ray_session import RaySession
 from baton_cluster.specs import worker_specs
 
@@ -99,3 +101,35 @@ def test_the_record_of_a_dead_process_counts_as_absent(runtime: Path, other_proc
 def test_an_unreachable_ray_address_is_one_sentence_at_once(address: str) -> None:
     with pytest.raises(ClusterError, match="nobody answers there"):
         RaySession(RayConfig(address=address), num_cpus=1, namespace="test")
+
+
+def transports(places: list[tuple[str, str]], name: str = "auto", **pool: Any) -> set[str]:
+    """What a Ray cluster opens for workers at these places: (node, what of the machine's memory they reach)."""
+    cluster = RayCluster.__new__(RayCluster)
+    pools = {"prefill": pool, "decode": {"workers": len(places) - 1}}
+    cluster.config = parse_config({"pools": pools, "transfer": {"transport": name}})
+    slots = [_Slot(spec, i, host=f"10.0.0.{i}") for i, spec in enumerate(worker_specs(cluster.config))]
+    where = [{"node_id": n, "memory": m, "hostname": "h", "node_ip": f"10.0.0.{i}"} for i, (n, m) in enumerate(places)]
+    cluster._choose_transport(slots, where)
+    return {slot.transport for slot in slots}
+
+
+def test_auto_takes_shared_memory_on_one_nodes_cpus_and_tcp_else() -> None:
+    one, two = [("n1", "A"), ("n1", "A"), ("n1", "A")], [("n1", "A"), ("n2", "B")]
+    tcp = {"zmq+tcp://10.0.0.0", "zmq+tcp://10.0.0.1"}
+    assert transports(one) == {"shm://"}
+    assert transports(one, gpus=1, device="cpu") == {"shm://"}
+    assert transports(two) == tcp
+    assert transports([("n1", "A"), ("n1", "B")]) == tcp, "one node, but containers apart"
+    assert transports([("n1", "A"), ("n2", "A")]) == tcp
+    assert transports([("n1", ""), ("n1", "")]) == tcp, "no Linux"
+    assert transports(one[:2], gpus=1) == tcp
+    assert transports(one[:2], name="zmq+tcp") == tcp
+
+
+def test_shared_memory_that_cannot_be_is_refused_at_the_start() -> None:
+    assert transports([("n1", "A"), ("n2", "A")], name="shm") == {"shm://"}, "two nodes of Ray on one machine"
+    with pytest.raises(ConfigError, match=r"transfer\.transport: workers cannot map .*10\.0\.0\.0, A\) and on .*, B\)"):
+        transports([("n1", "A"), ("n2", "B")], name="shm")
+    with pytest.raises(ConfigError, match=r"pools\.prefill\.device: cannot be cuda"):
+        transports([("n1", "A"), ("n1", "A")], name="shm", device="cuda")

@@ -187,6 +187,19 @@ def test_decode_adopts_what_it_reserved() -> None:
     assert incoming.marks == {Mark.ADOPTED: 1.0, Mark.DECODE_START: 2.0, Mark.SECOND_TOKEN: 3.0}
 
 
+def test_blocks_reserved_for_growth_are_enough() -> None:
+    """Fewer are needed than are held when it is admitted: it takes none, and gives none back before its end."""
+    core = make_core()
+    incoming = request("a", 9, max_tokens=20)
+    blocks = core.reserve(incoming, 9 + 19, 0.0)
+    assert blocks is not None
+    core.adopt(RequestKey("a", 0), 5, 0.0)
+    for _ in range(10):
+        step(core)
+        assert incoming.blocks == blocks
+        assert core.pool.num_free == core.pool.num_blocks - len(blocks)
+
+
 def test_decode_recomputes_what_it_cannot_trust() -> None:
     core = make_core()
     core.reserve(request("a", 9), 14, 0.0)
@@ -388,3 +401,53 @@ def test_samples_of_a_request_are_requests_of_their_own() -> None:
     ended = [e.request.sample for e in run(core) if isinstance(e, Ended)]
     assert ended == [0, 2]
     assert core.pool.num_free == core.pool.num_blocks
+
+
+def test_adopted_requests_that_all_lack_one_block_go_on() -> None:
+    core = make_core(num_blocks=4)
+    requests = [request(name, 2 * B) for name in "ab"]
+    for r in requests:
+        assert core.reserve(r, 2 * B, 0.0) is not None
+    for r in requests:
+        core.adopt(r.key, 7, 0.0)
+    effects = run(core)
+    assert [len(emitted(effects, name)) for name in "ab"] == [4, 4]
+    assert core.pool.num_free == core.pool.num_blocks
+
+
+def test_an_adopted_request_passes_one_that_waits_for_what_it_holds() -> None:
+    core = make_core(num_blocks=4)
+    held = request("held", 2 * B)
+    assert core.reserve(held, 2 * B, 0.0) is not None
+    core.submit(first := request("first", 3 * B), 0.0)
+    first.order = (-1, *first.order[1:])
+    core.adopt(held.key, 7, 0.0)
+    effects = run(core)
+    assert [len(emitted(effects, name)) for name in ("held", "first")] == [4, 5]
+    assert core.pool.num_free == core.pool.num_blocks
+
+
+def test_a_less_important_request_that_cannot_advance_makes_room_in_the_batch() -> None:
+    """The more important ones hold all other blocks, so it cannot preempt them, and they cannot get into the batch."""
+    core = make_core(num_blocks=5, max_batch_requests=1)
+    low, high = request("low", B - 1), request("high", 2 * B)
+    low.priority = 1
+    core.submit(low, 0.0)
+    step(core)
+    assert core.reserve(high, 4 * B, 0.0) is not None
+    core.adopt(high.key, 7, 0.0)
+    assert core.pool.num_free == 0
+    effects = run(core)
+    assert [len(emitted(effects, name)) for name in ("low", "high")] == [4, 4]
+    assert core.pool.num_free == core.pool.num_blocks
+
+
+def test_a_request_whose_blocks_only_transfers_hold_waits_for_them() -> None:
+    core = make_core(num_blocks=2)
+    core.submit(request("a", B - 1), 0.0)
+    step(core)
+    core.reserve(coming := request("b", B - 1), B, 0.0)
+    step(core)
+    assert core.schedule(0.0) is None
+    core.release(coming.key, 0.0)
+    assert len(emitted(run(core), "a")) == 3

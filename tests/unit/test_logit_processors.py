@@ -116,8 +116,11 @@ def test_repetition_counts_prompt_and_output_and_makes_both_signs_less_probable(
     assert processed([4.0, -4, 4, -4], [0, 1], 2, repetition_penalty=0.5) == [8, -2, 4, -4]
 
 
-def test_an_extreme_repetition_penalty_stays_finite() -> None:
-    assert all(np.isfinite(processed([30.0, -30, 1], [0, 1], 0, repetition_penalty=1e-300)))
+@pytest.mark.parametrize("penalty", [1e-300, 5e-324, 1000])
+def test_an_extreme_repetition_penalty_stays_finite(penalty: float) -> None:
+    logits = processed([30.0, -30, 1, 3e38, -np.inf], [0, 1, 3, 4], 0, repetition_penalty=penalty)
+    assert np.isfinite(logits).tolist() == [True] * 4 + [False]
+    assert logits[4] == -np.inf
 
 
 def test_bias_comes_before_penalties() -> None:

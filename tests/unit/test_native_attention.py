@@ -17,9 +17,10 @@ from tests.native.instruction_sets import (
     EMULATED,
     NATIVE,
     forget_kernels,
-    one_torch_thread,  # noqa: F401  (a fixture)
     use_instruction_set,
 )
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 assert ops  # registers the operators
 
@@ -251,6 +252,10 @@ def test_what_kernels_would_misread_is_an_error() -> None:
         attend(rows, scene.keys[:, :, ::2], scene.values[:, :, ::2], *where, None, None)
     with pytest.raises(ValueError, match="contiguous int32"):
         attend(rows, scene.keys, scene.values, scene.starts.long(), scene.lengths, scene.tables, None, None)
+    with pytest.raises(ValueError, match="1 lengths of 2 rows in all and 1 block tables for 3 rows"):
+        attend(torch.randn(3, 2, 8), scene.keys, scene.values, *where, None, None)
+    with pytest.raises(ValueError, match="2 starts"):
+        write(scene.keys, scene.values, rows, rows, scene.starts.repeat(2), scene.lengths, scene.tables)
     with pytest.raises(ValueError, match="queries"):
         attend(torch.randn(2, 3, 8), scene.keys, scene.values, *where, None, None)
     with pytest.raises(ValueError, match="for a pool"):

@@ -18,9 +18,10 @@ from tests.native.instruction_sets import (
     EMULATED,
     NATIVE,
     forget_kernels,
-    one_torch_thread,  # noqa: F401  (a fixture)
     use_instruction_set,
 )
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -45,7 +45,7 @@ class Rig:
             **options,
         )
         self.now = 0.0
-        self.hear(HELLO)
+        self.hear(msgspec.structs.replace(HELLO, reach=options.get("reach", "")))
 
     def hear(self, message: Any, peer: str = "P1") -> list[Action]:
         return self.port.on_message(peer, message, self.now)
@@ -78,10 +78,14 @@ def test_hello() -> None:
         ({"version": 9}, ("9", str(PROTOCOL_VERSION))),
         ({"fingerprint": "g"}, ("has g", "has f")),
         ({"layout": msgspec.structs.replace(LAYOUT, block_size=32)}, ("32", "4")),
+        ({"reach": "shm (machine B)"}, ("has shm (machine B)", "has shm (machine A)")),
     ],
 )
 def test_an_unfit_peer_is_refused_naming_both_values(changes: dict[str, Any], both: tuple[str, str]) -> None:
-    (refused,) = said(Rig().hear(msgspec.structs.replace(HELLO, **changes)), HelloRefused)
+    rig = Rig(reach="shm (machine A)")
+    hello = msgspec.structs.replace(HELLO, reach="shm (machine A)")
+    assert said(rig.hear(hello), Welcome)
+    (refused,) = said(rig.hear(msgspec.structs.replace(hello, **changes)), HelloRefused)
     assert all(value in refused.reason for value in both)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -10,8 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.sampler import SPAN, choose, draw, nucleus, quantile, sample, uniform
-from baton.protocol import SamplingParams
+from baton.engine.request import EngineRequest, StepItem
+from baton.engine.sampler import SPAN, choose, draw, nucleus, quantile, uniform
+from baton.engine.step_sampler import StepSampler
+from baton.engine.structured import Grammars
+from baton.protocol import RequestKey, SamplingParams
 
 GREEDY = SamplingParams()
 PINNED = (0.8201981478608876, 0.5155139833915998)
@@ -19,6 +23,16 @@ PINNED = (0.8201981478608876, 0.5155139833915998)
 
 def hot(seed: int, temperature: float = 1.0) -> SamplingParams:
     return SamplingParams(temperature=temperature, seed=seed)
+
+
+def sample(
+    logits: torch.Tensor, params: Sequence[SamplingParams], samples: Sequence[int], positions: Sequence[int]
+) -> list[int]:
+    """One token per row of `[rows, vocab]`, as a step has them, whose requests have `positions` tokens so far."""
+    items = []
+    for own, number, position in zip(params, samples, positions, strict=True):
+        items.append(StepItem(EngineRequest(RequestKey("r", 0, number), [0] * position, own), position))
+    return StepSampler(Grammars(None, logits.shape[1], ())).sample(items, logits)
 
 
 def test_greedy_takes_the_lowest_id_of_ties() -> None:
@@ -85,11 +99,6 @@ def test_draw_inverts_the_distribution_in_id_order() -> None:
 def test_a_small_temperature_is_greedy() -> None:
     logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(1))
     assert sample(logits, [hot(9, 1e-6)], [0], [3]) == sample(logits, [GREEDY], [0], [3])
-
-
-def test_lengths_must_agree() -> None:
-    with pytest.raises(ValueError, match="2 rows"):
-        sample(torch.zeros(2, 4), [GREEDY], [0], [0])
 
 
 # --- narrowing: top_k, top_p, min_p ---------------------------------------------------------------

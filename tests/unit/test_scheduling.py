@@ -10,13 +10,13 @@ from baton.engine.core import EngineCore
 from baton.engine.fair_queue import FairQueue
 from baton.engine.policy import POLICIES
 from baton.engine.request import EngineRequest, StepPlan
-from baton.engine.step_time import CAUTIOUS_TOKENS, StepTimes
+from baton.engine.step_time import CAUTIOUS_TOKENS, STALE_STEPS, StepTimes
 from baton.protocol import RequestKey, SamplingParams
 
 BUDGET = 64
 
 
-def make_core(*, num_blocks: int = 4096, policy: str = "mixed", target_s: float | None = None) -> EngineCore:
+def make_core(*, num_blocks: int = 512, policy: str = "mixed", target_s: float | None = None) -> EngineCore:
     return EngineCore(
         num_blocks=num_blocks,
         block_size=16,
@@ -200,6 +200,28 @@ def test_no_more_are_admitted_than_decode_within_the_target() -> None:
     plan = core.schedule(0.0)
     assert plan is not None and "would miss the step-time target" in plan.describe()
     advance(core, plan, 0.04)
+
+
+def test_a_step_that_was_slow_by_chance_keeps_nobody_out_for_ever() -> None:
+    """Two decoded beside each other once, just when the machine was busy with something else."""
+    core = make_core(target_s=0.05)
+    core.submit(request("first", 1, max_tokens=7000), 0.0)
+    core.submit(request("second", 1, max_tokens=2), 0.0)
+    advance(core, core.schedule(0.0), 0.01)  # type: ignore[arg-type]
+    now = 1.0
+    for _ in range(20):  # the second one ends with the first of these
+        plan = core.schedule(now)
+        assert plan is not None
+        advance(core, plan, now := now + (0.01 if len(plan.items) == 1 else 5.0))
+    core.submit(request("third", 1), now)
+    waited, together = 0, False
+    while not together and waited < 3 * STALE_STEPS:
+        waited += 1
+        plan = core.schedule(now)
+        assert plan is not None
+        advance(core, plan, now := now + 0.01)
+        together = len(plan.items) == 2
+    assert 1 < waited < 2 * STALE_STEPS
 
 
 def test_a_plan_says_what_and_why() -> None:

@@ -182,6 +182,23 @@ def test_pulling_transport_names_its_refs() -> None:
     assert said(actions, Commit)
 
 
+def test_a_pulling_transports_refs_are_named_again_until_they_were_used() -> None:
+    """The Data may have been lost; what was fetched needs no second one, and after all was the Commit is enough."""
+    rig = Rig()
+    rig.offer()
+    rig.hear(Accept(T1))
+    (ship,) = [a for a in rig.compute() if isinstance(a, ShipBlocks)]
+    (commit,) = said(rig.port.on_shipped(ship.transfer, (7, 8, 9), {0: 1, 1: 1, 2: 1}, 0.0), Commit)
+    rig.port.on_sent(T1, (1,), 1.0)
+    actions = rig.at(LEASE / 4)
+    assert said(actions, Data) == [Data(T1, (0, 2), (7, 9))]
+    assert said(actions, Commit) == [commit]
+    rig.port.on_sent(T1, (0, 2), rig.now)
+    actions = rig.at(LEASE / 2)
+    assert said(actions, Data) == []
+    assert said(actions, Commit) == [commit]
+
+
 def test_refused_is_held_and_replaced() -> None:
     rig = Rig()
     rig.port.on_peers((worker_info(), worker_info("D2", "decode-1")), 0.0)

@@ -62,6 +62,19 @@ def test_a_broken_entry_is_replaced(reads: list[Path], folder: Path, tmp_path: P
     assert len(reads) == 2
 
 
+def test_an_entry_in_which_one_bit_is_wrong_is_not_used(reads: list[Path], folder: Path, tmp_path: Path) -> None:
+    right = cached_spec(folder)
+    (entry,) = (tmp_path / "cache" / "specs").iterdir()
+    whole = entry.read_bytes()
+    for at in range(0, len(whole), 5):
+        entry.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        assert cached_spec(folder) == right
+    for end in (0, 5, 16, len(whole) - 1):
+        entry.write_bytes(whole[:end])
+        assert cached_spec(folder) == right
+    assert entry.read_bytes() == whole
+
+
 def test_a_cache_that_cannot_be_written_is_none(
     reads: list[Path], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

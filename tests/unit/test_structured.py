@@ -12,7 +12,7 @@ import pytest
 
 import baton.engine.structured as structured_module
 from baton.engine.model_spec import load_model_config
-from baton.engine.structured import Grammars, check_structured
+from baton.engine.structured import Grammars, check_structured, grammar_of
 from baton.errors import InvalidRequestError, ModelError
 from baton.protocol import RequestKey, StructuredOutput
 from router.text import TokenizerText
@@ -23,7 +23,7 @@ FORMS: dict[str, tuple[StructuredOutput, str]] = {
     "json": (StructuredOutput("json", json.dumps(SCHEMA)), r'\{\s*"a"\s*:\s*(1|22)\s*\}'),
     "json_object": (StructuredOutput("json_object"), r"\{.*\}"),
     "regex": (StructuredOutput("regex", "[ab]{2,4}c"), "[ab]{2,4}c"),
-    "choice": (StructuredOutput("choice", choices=("yes", "no", 'è"\n')), 'yes|no|è"\n'),
+    "choice": (StructuredOutput("choice", choices=("yes", "no", 'è"\n\x7f\0')), 'yes|no|è"\n\x7f\0'),
     "grammar": (StructuredOutput("grammar", 'start: "x" start "y" | "z"'), "x*zy*"),
 }
 KEY = RequestKey("0" * 32, 0)
@@ -97,15 +97,66 @@ def test_many_requests_are_remembered_in_bounded_room(grammars: Grammars, monkey
             allowed = np.flatnonzero(grammars.allowed(RequestKey(f"{i:032x}", 0), form, outputs[i]))
             assert len(allowed) == 2
             outputs[i].append(int(allowed[0]))
-    assert (len(grammars._matchers), len(grammars._starts)) == (4, 2)
+    assert (len(grammars._places), len(grammars._forms)) == (4, 2)
     grammars.forget(RequestKey(f"{8:032x}", 0))
     grammars.forget(KEY)
-    assert len(grammars._matchers) == 3
+    assert len(grammars._places) == 3
+
+
+def test_what_other_requests_met_does_not_make_a_form_too_complex(
+    grammars: Grammars, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The matchers of a form share a lexer, with room for so many states; each of these outputs needs new ones."""
+    import llguidance
+
+    limits = llguidance.LLParserLimits(max_lexer_states=1600)
+    original = llguidance.LLMatcher
+    built: list[int] = []
+
+    class Limited:
+        grammar_from_regex = staticmethod(original.grammar_from_regex)
+
+        def __new__(cls, tokenizer: Any, grammar: str, **options: Any) -> Any:
+            built.append(1)
+            return original(tokenizer, grammar, limits=limits, **options)
+
+    monkeypatch.setattr(llguidance, "LLMatcher", Limited)
+    form = StructuredOutput("regex", "(.*a.{20}){10}")
+    letters = TokenizerText(folder).encode("ab")
+    random = np.random.default_rng(1)
+    for i in range(40):  # two at a time, whose lexer is the same one
+        outputs: list[list[int]] = [[], []]
+        for _ in range(30):
+            for sample, out in enumerate(outputs):
+                allowed = np.flatnonzero(grammars.allowed(RequestKey(f"{i:032x}", 0, sample), form, out))
+                out.append(int(random.choice(np.intersect1d(allowed, letters))))
+    assert 1 < len(built) < 20
+
+
+def test_a_form_in_which_nothing_can_begin_is_tried_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[StructuredOutput] = []
+
+    def counted(form: StructuredOutput) -> str:
+        tried.append(form)
+        return grammar_of(form)
+
+    monkeypatch.setattr(structured_module, "grammar_of", counted)
+    for form, problem in (
+        (StructuredOutput("grammar", "start: <[999999999]>"), "too large"),
+        (StructuredOutput("regex", "[a&&b]"), "no output can have this form"),
+    ):
+        for i in range(3):
+            with pytest.raises(InvalidRequestError, match=problem) as caught:
+                grammars.allowed(RequestKey(f"{i:032x}", 0), form, [])
+            assert caught.value.field == "structured"
+            assert "<state>" not in str(caught.value)
+        assert tried.count(form) == 1
 
 
 def test_output_that_does_not_have_the_form_is_an_error_of_this_request(grammars: Grammars) -> None:
-    with pytest.raises(InvalidRequestError, match="does not fit"):
+    with pytest.raises(InvalidRequestError, match="does not fit") as caught:
         grammars.allowed(KEY, FORMS["regex"][0], [1, 2])
+    assert "<state>" not in str(caught.value)
     assert grammars.allowed(KEY, FORMS["regex"][0], []).sum() == 2
 
 

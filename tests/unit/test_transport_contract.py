@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -12,12 +12,14 @@ import zmq
 
 from baton.codec import Codec
 from baton.errors import ConfigError
+from baton.protocol import TransferId
 from kv_transfer.base import KVTransport, LinkLost, Received, Sent
 from kv_transfer.registry import open_transport, resolve_transport
 from kv_transfer.zmq_transport import DataHeader
 from tests.fakes_transfer import FakePool, drive, transfer_of, watched
 
-SCHEMES = ["inproc", "zmq+tcp", "zmq+ipc"]
+SCHEMES = ["inproc", "shm", "zmq+tcp", "zmq+ipc"]
+PUSHING = [scheme for scheme in SCHEMES if scheme != "shm"]
 BLOCK = 96 << 10
 
 
@@ -46,10 +48,24 @@ class Pair:
     def lost(self, transport: KVTransport) -> list[str]:
         return [e.peer for e in transport.seen if isinstance(e, LinkLost)]
 
+    def move(
+        self,
+        transfer: TransferId,
+        sources: Sequence[tuple[int, int]],
+        targets: Sequence[tuple[int, int]],
+        to: tuple[str, KVTransport] | None = None,
+    ) -> None:
+        """Ship and receive, in the order that the session takes: what is pulled is named after it was shipped."""
+        name, receiver = to or ("D1", self.d)
+        if not receiver.pulls:
+            receiver.receive("P1", transfer, (), targets)
+        refs = self.p.ship(name, transfer, sources)
+        if receiver.pulls:
+            receiver.receive("P1", transfer, refs, targets)
+
     def warm(self) -> None:
         """Bring the link up."""
-        self.d.receive("P1", transfer_of(99), (), [(0, 0)])
-        self.p.ship("D1", transfer_of(99), [(0, 0)])
+        self.move(transfer_of(99), [(0, 0)], [(0, 0)])
         drive([self.p, self.d], lambda: (99, 0) in self.received() and (99, 0) in self.sent())
 
     def close(self) -> None:
@@ -66,8 +82,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 def test_blocks_arrive_as_they_were(pair: Pair) -> None:
     mapping = [(0, 3), (1, 1), (2, 7), (5, 0)]
-    pair.d.receive("P1", transfer_of(1), (), [(0, 6), (1, 5), (2, 4), (5, 2)])
-    pair.p.ship("D1", transfer_of(1), mapping)
+    pair.move(transfer_of(1), mapping, [(0, 6), (1, 5), (2, 4), (5, 2)])
     drive([pair.p, pair.d], lambda: len(pair.received()) == 4 and len(pair.sent()) == 4)
     for (_, source), target in zip(mapping, [6, 5, 4, 2], strict=True):
         np.testing.assert_array_equal(pair.source.block(source), pair.target.block(target))
@@ -80,8 +95,7 @@ def test_blocks_arrive_as_they_were(pair: Pair) -> None:
 def test_blocks_of_any_size_are_tracked(scheme: str, block_bytes: int) -> None:
     pair = Pair(scheme, num_blocks=3, block_bytes=block_bytes)
     with contextlib.closing(pair):
-        pair.d.receive("P1", transfer_of(1), (), [(0, 0), (1, 1), (2, 2)])
-        pair.p.ship("D1", transfer_of(1), [(0, 0), (1, 1), (2, 2)])
+        pair.move(transfer_of(1), [(0, 0), (1, 1), (2, 2)], [(0, 0), (1, 1), (2, 2)])
         drive([pair.p, pair.d], lambda: len(pair.received()) == 3 and len(pair.sent()) == 3)
         np.testing.assert_array_equal(pair.source.memory, pair.target.memory)
 
@@ -89,21 +103,49 @@ def test_blocks_of_any_size_are_tracked(scheme: str, block_bytes: int) -> None:
 def test_after_cancel_nothing_is_written(pair: Pair) -> None:
     pair.warm()
     before = pair.target.memory.copy()
-    pair.d.receive("P1", transfer_of(1), (), [(0, 3)])
-    pair.p.ship("D1", transfer_of(1), [(0, 3)])
+    pair.move(transfer_of(1), [(0, 3)], [(0, 3)])
     pair.d.cancel(transfer_of(1))
-    drive([pair.p, pair.d], lambda: (1, 0) in pair.sent() and pair.d.stats.num_dropped == 1)
+    drive([pair.p, pair.d], lambda: (1, 0) in pair.sent() and pair.d.stats.num_dropped == (not pair.d.pulls))
     np.testing.assert_array_equal(pair.target.memory, before)
     assert (1, 0) not in pair.received()
 
 
-def test_what_was_not_announced_is_dropped_and_counted(pair: Pair) -> None:
-    pair.d.receive("P1", transfer_of(1), (), [(0, 0)])
-    pair.p.ship("D1", transfer_of(2), [(0, 4)])
-    pair.p.ship("D1", transfer_of(1), [(1, 4), (0, 5), (0, 6)])
-    drive([pair.p, pair.d], lambda: pair.d.stats.num_dropped == 3 and len(pair.sent()) == 3)
-    assert pair.received() == [(1, 0)], "and an index is written once, however often it comes"
-    np.testing.assert_array_equal(pair.target.block(0), pair.source.block(5))
+@pytest.mark.parametrize("scheme", PUSHING)
+def test_what_was_not_announced_is_dropped_and_counted(scheme: str) -> None:
+    pair = Pair(scheme)
+    with contextlib.closing(pair):
+        pair.d.receive("P1", transfer_of(1), (), [(0, 0)])
+        pair.p.ship("D1", transfer_of(2), [(0, 4)])
+        pair.p.ship("D1", transfer_of(1), [(1, 4), (0, 5), (0, 6)])
+        drive([pair.p, pair.d], lambda: pair.d.stats.num_dropped == 3 and len(pair.sent()) == 3)
+        assert pair.received() == [(1, 0)], "and an index is written once, however often it comes"
+        np.testing.assert_array_equal(pair.target.block(0), pair.source.block(5))
+
+
+def test_nothing_to_ship_is_no_news(pair: Pair) -> None:
+    pair.warm()
+    pair.p.seen.clear()
+    pair.d.seen.clear()
+    pair.move(transfer_of(1), [], [])
+    pair.p.ship("D9", transfer_of(1), [])
+    pair.warm()
+    assert pair.sent() == {(99, 0)}
+    assert pair.received() == [(99, 0)]
+
+
+def test_the_senders_cancel_lets_every_block_go(pair: Pair) -> None:
+    pair.warm()
+    pair.move(transfer_of(1), [(0, 1), (1, 2)], [(0, 1), (1, 2)])
+    pair.p.cancel(transfer_of(1))
+    drive([pair.p, pair.d], lambda: {(1, 0), (1, 1)} <= pair.sent())
+    assert pair.p.next_deadline(0.0) is None
+
+
+def test_ends_of_a_kind_reach_each_other_and_nobody_else(pair: Pair) -> None:
+    assert pair.p.reach == pair.d.reach
+    for scheme in SCHEMES:
+        with contextlib.closing(open_transport(scheme)) as other:
+            assert (other.reach == pair.p.reach) == (scheme == pair.scheme)
 
 
 def test_ship_to_an_unknown_peer_is_sent_at_once(pair: Pair) -> None:
@@ -131,10 +173,10 @@ def test_no_sent_while_the_receiver_is_stalled(scheme: str) -> None:
 def test_a_stalled_receiver_that_reads_again_gets_everything(scheme: str) -> None:
     pair = Pair(scheme, num_blocks=12, block_bytes=4 << 20)
     with contextlib.closing(pair):
-        pair.p.ship("D1", transfer_of(1), [(i, i) for i in range(12)])
+        refs = pair.p.ship("D1", transfer_of(1), [(i, i) for i in range(12)])
         with pytest.raises(AssertionError):
             drive([pair.p], lambda: len(pair.sent()) == 12, timeout_s=0.2)
-        pair.d.receive("P1", transfer_of(1), (), [(i, i) for i in range(12)])
+        pair.d.receive("P1", transfer_of(1), refs, [(i, i) for i in range(12)])
         drive([pair.p, pair.d], lambda: len(pair.received()) == 12 and len(pair.sent()) == 12)
         np.testing.assert_array_equal(pair.source.memory, pair.target.memory)
 
@@ -145,8 +187,7 @@ def test_reconnect_after_disconnect(pair: Pair) -> None:
     drive([pair.d], lambda: pair.lost(pair.d) == ["P1"])
     assert pair.lost(pair.p) == [], "one's own act is no loss"
     pair.p.connect("D1", pair.d.address)
-    pair.d.receive("P1", transfer_of(1), (), [(0, 1)])
-    pair.p.ship("D1", transfer_of(1), [(0, 1)])
+    pair.move(transfer_of(1), [(0, 1)], [(0, 1)])
     drive([pair.p, pair.d], lambda: (1, 0) in pair.received() and (1, 0) in pair.sent())
 
 
@@ -160,8 +201,7 @@ def test_loss_of_the_receiver_is_told_and_sent_follows(pair: Pair) -> None:
     successor = pair.open(pair.target)
     with contextlib.closing(successor):
         pair.p.connect("D2", successor.address)
-        successor.receive("P1", transfer_of(2, target="D2"), (), [(0, 0)])
-        pair.p.ship("D2", transfer_of(2, target="D2"), [(0, 0)])
+        pair.move(transfer_of(2, target="D2"), [(0, 0)], [(0, 0)], to=("D2", successor))
         drive([pair.p, successor], lambda: (2, 0) in pair.sent() and len(successor.seen) == 1)
 
 
@@ -176,6 +216,7 @@ def test_a_link_that_was_never_up_is_not_lost(pair: Pair) -> None:
         unused.bind(("127.0.0.1", 0))
         address = {
             "inproc": "inproc://nobody",
+            "shm": "shm://nobody",
             "zmq+tcp": f"zmq+tcp://127.0.0.1:{unused.getsockname()[1]}",
             "zmq+ipc": "zmq+ipc:///nonexistent/blocks",
         }[pair.scheme]
@@ -228,6 +269,8 @@ def test_registry_names_what_is_allowed() -> None:
         open_transport("pigeon://")
     assert resolve_transport("auto", one_process=True) == "inproc://"
     assert resolve_transport("auto", one_process=False, host="10.0.0.2") == "zmq+tcp://10.0.0.2"
+    assert resolve_transport("auto", one_process=False, can_share=True, host="10.0.0.2") == "shm://"
+    assert resolve_transport("zmq+ipc", one_process=False, can_share=True) == "zmq+ipc://"
 
 
 def test_zmq_says_why_it_cannot_listen() -> None:

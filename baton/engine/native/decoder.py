@@ -45,7 +45,7 @@ def unsupported(spec: ModelSpec, dtype: str, device: str) -> str | None:
     if device != "cpu":
         return f"it computes on the CPU, not on {device}"
     if library_path() is None:
-        return "its library was not built: there was no C++ compiler at installation"
+        return "its library was not built: there was no C++ compiler at installation that can (g++ 11 or later)"
     if kernels() is None:
         return "this CPU does not have what BATON_INSTRUCTION_SET asks for"
     if dtype not in DTYPES:

@@ -123,7 +123,7 @@ def write_kv(
     if key.shape != value.shape or key.shape[1:] != (keys.shape[1], keys.shape[3]):
         raise ValueError(f"keys {list(key.shape)} and values {list(value.shape)} for a pool of {list(keys.shape)}")
     attention = _attention(keys, values, key.shape[1], None, None)
-    sequences = _sequences(starts, lengths, tables)
+    sequences = _sequences(starts, lengths, tables, len(key))
     kernels().write_kv(_DTYPES[keys.dtype], byref(attention), byref(sequences), key.data_ptr(), value.data_ptr())
 
 
@@ -147,7 +147,7 @@ def paged_attention(
         raise ValueError(f"queries {list(query.shape)} for a pool of {list(keys.shape)}")
     out = torch.empty_like(query)
     attention = _attention(keys, values, query.shape[1], window, softcap)
-    sequences = _sequences(starts, lengths, tables)
+    sequences = _sequences(starts, lengths, tables, len(query))
     kernels().attend(_DTYPES[keys.dtype], byref(attention), byref(sequences), query.data_ptr(), out.data_ptr())
     return out
 
@@ -197,8 +197,13 @@ def _attention(
     )
 
 
-def _sequences(starts: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor) -> SequencesStruct:
+def _sequences(starts: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor, rows: int) -> SequencesStruct:
     for tensor in (starts, lengths, tables):
         if tensor.dtype != torch.int32 or not tensor.is_contiguous():
             raise ValueError(f"starts, lengths and tables must be contiguous int32, not {tensor.dtype}")
+    if not len(starts) == len(lengths) == len(tables) or int(lengths.sum()) != rows:
+        raise ValueError(
+            f"{len(starts)} starts, {len(lengths)} lengths of {int(lengths.sum())} rows in all and {len(tables)} "
+            f"block tables for {rows} rows"
+        )
     return SequencesStruct(*tables.shape, starts.data_ptr(), lengths.data_ptr(), tables.data_ptr())

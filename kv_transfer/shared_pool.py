@@ -1,0 +1,129 @@
+"""A KV pool in shared memory, as its owner lends blocks of it and as a peer reads them.
+
+    owner   lend(block) ──► ref ──(a message)──► peer   copy(ref ...) ──► valid before and after, or torn
+            give_back(block): once nobody has it, its refs are void
+
+A ref says which block, and which of its lives: each block has an epoch in a table that the owner writes and
+peers map read-only, as they do the pool. The owner moves the epoch on before it gives a block away; a peer looks
+at it before and after it copies, and a copy during which it moved counts as never made. So the owner need not wait
+for a peer that stalls in the middle of a copy, and a ref that is late, repeated or made up reads nothing. (Idea: a
+seqlock, with the reader in another process.)
+
+The second look must not be done before the copy is. x86 keeps loads in order; elsewhere the locks which numpy
+takes behind a copy do.
+
+Knows memory, blocks and refs; must not know transfers or sockets.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from baton.host_memory import HostMemory, map_read_only
+from kv_transfer.base import BlockMemory
+
+MAX_SHARED_BLOCKS = 1 << 32
+"""A ref is `epoch << 32 | block`."""
+EPOCHS = 1 << 31
+"""They count modulo this, so that a ref fits 63 bits. A ref would have to be as many lendings late to be mistaken."""
+
+
+@runtime_checkable
+class SharedBlocks(BlockMemory, Protocol):
+    """A pool in `HostMemory`: block `i` is the `block_bytes` bytes at `i * block_bytes`."""
+
+    host_memory: HostMemory
+
+
+class Fetch(msgspec.Struct, frozen=True):
+    """One block to be copied."""
+
+    index: int
+    """In its transfer."""
+    ref: int
+    block: int
+    """In the reader's pool."""
+
+
+class LentPool:
+    """The owner's side. `pool.host_memory` must be shared. Raises MemoryError where there is none for the table."""
+
+    def __init__(self, pool: SharedBlocks):
+        assert pool.host_memory.fd is not None, "the pool's memory is private"
+        self.num_blocks, self.block_bytes = pool.num_blocks, pool.block_bytes
+        self._pool = pool
+        self._table = HostMemory(8 * pool.num_blocks, shared=True)
+        self._epochs = self._table.array.view(np.uint64)
+        self._lent: Counter[int] = Counter()
+        """How often each block is lent now."""
+
+    @property
+    def fds(self) -> tuple[int, int]:
+        """Files of the pool and of the table, for `BorrowedPool`."""
+        pool, table = self._pool.host_memory.fd, self._table.fd
+        assert pool is not None and table is not None
+        return pool, table
+
+    def lend(self, block: int) -> int:
+        """A ref by which peers may read the block until it was given back as often as it was lent."""
+        if not 0 <= block < self.num_blocks:
+            raise IndexError(f"block {block} is not in a pool of {self.num_blocks}")
+        self._lent[block] += 1
+        return int(self._epochs[block]) << 32 | block
+
+    def give_back(self, block: int) -> None:
+        """A reader is done, or is to be kept out. Its owner may write the block again once this was the last one."""
+        self._lent[block] -= 1
+        if not self._lent[block]:
+            del self._lent[block]
+            self._epochs[block] = (int(self._epochs[block]) + 1) % EPOCHS
+
+    def num_lent(self) -> int:
+        """Blocks that peers may read now."""
+        return len(self._lent)
+
+
+class BorrowedPool:
+    """The reader's side: another process's pool, mapped read-only until this object goes.
+
+    `fds` as in `LentPool.fds`; they may be closed afterwards. Raises ValueError if they are not what they should be.
+    """
+
+    def __init__(self, fds: Sequence[int], num_blocks: int, block_bytes: int):
+        pool_fd, table_fd = fds
+        self.num_blocks, self.block_bytes = num_blocks, block_bytes
+        self._memory = map_read_only(pool_fd, num_blocks * block_bytes)
+        self._epochs = map_read_only(table_fd, 8 * num_blocks).view(np.uint64)
+
+    def copy(self, fetches: Sequence[Fetch], target: npt.NDArray[np.uint8]) -> list[int]:
+        """Copy blocks into `target`, the reader's whole pool as bytes; returns the indices that were copied whole.
+
+        Neighbours in both pools are one copy; what is left out was lent no more. Runs without the GIL.
+        """
+        valid = [fetch for fetch in fetches if self._is_valid(fetch.ref)]
+        size = self.block_bytes
+        start = 0
+        while start < len(valid):
+            source, block = valid[start].ref % MAX_SHARED_BLOCKS, valid[start].block
+            end = start + 1
+            while end < len(valid) and _follows(valid[end - 1], valid[end]):
+                end += 1
+            length = (end - start) * size
+            np.copyto(target[block * size :][:length], self._memory[source * size :][:length])
+            start = end
+        return [fetch.index for fetch in valid if self._is_valid(fetch.ref)]
+
+    def _is_valid(self, ref: int) -> bool:
+        epoch, block = divmod(ref, MAX_SHARED_BLOCKS)
+        return block < self.num_blocks and int(self._epochs[block]) == epoch
+
+
+def _follows(one: Fetch, other: Fetch) -> bool:
+    """Whether `other` is the next block after `one`, there and here."""
+    return other.ref % MAX_SHARED_BLOCKS == one.ref % MAX_SHARED_BLOCKS + 1 and other.block == one.block + 1

@@ -1,0 +1,161 @@
+"""The links of `kv_transfer.shm_transport`: Unix sockets with abstract names, and the two messages that go over them.
+
+A name in the abstract space is no file: it goes with the socket, whatever ended the process. A link carries the
+files of the source's pool and table, who has finished reading what, and the news that the other end is gone.
+
+Knows sockets and messages; must not know what is lent or wanted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from collections import deque
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from baton.codec import Codec
+from baton.protocol import Name, TransferId
+from kv_transfer.messages import BlockIndex
+from kv_transfer.shared_pool import MAX_SHARED_BLOCKS, BorrowedPool
+
+MAX_LINK_MESSAGE_BYTES = 64 << 10
+MAX_INDICES = 4096
+"""In one `Finished`."""
+
+
+class Export(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=81):
+    """First message on a link, with the files of the source's pool and of its table of epochs."""
+
+    source: Name
+    """The source's incarnation."""
+    num_blocks: Annotated[int, msgspec.Meta(ge=1, lt=MAX_SHARED_BLOCKS)]
+    block_bytes: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=82):
+    """The target reads these blocks no more, whether they were copied, cancelled or could not be had."""
+
+    transfer: TransferId
+    indices: Annotated[tuple[BlockIndex, ...], msgspec.Meta(max_length=MAX_INDICES)]
+
+
+EXPORT: Codec[Export] = Codec(Export, max_bytes=MAX_LINK_MESSAGE_BYTES)
+FINISHED: Codec[Finished] = Codec(Finished, max_bytes=MAX_LINK_MESSAGE_BYTES)
+
+
+class ToTarget:
+    """The source's end of a link. Raises OSError where nobody of this user listens at `name`."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.is_exported = False
+        self.is_lost = False
+        self.sock = _socket()
+        try:
+            self.sock.connect(_abstract(name))
+            require_same_user(self.sock)
+        except OSError:
+            self.sock.close()
+            raise
+
+    def export(self, export: Export, fds: tuple[int, int]) -> None:
+        """Raises OSError if the other end is gone."""
+        socket.send_fds(self.sock, [EXPORT.encode(export)], fds)
+        self.is_exported = True
+
+    def receive(self) -> bytes | None:
+        """A message; None: there is none now; empty: the other end is gone."""
+        try:
+            return self.sock.recv(MAX_LINK_MESSAGE_BYTES + 1)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+
+
+class ToSource:
+    """The target's end of a link."""
+
+    def __init__(self, sock: socket.socket):
+        sock.setblocking(False)
+        self.sock = sock
+        self.peer = ""
+        """The source's incarnation; empty until its Export has come."""
+        self.pool: BorrowedPool | None = None
+        self._outbox: deque[bytes] = deque()
+
+    def receive(self) -> tuple[bytes | None, list[int]]:
+        """As `ToTarget.receive`, with the files that came along, which the caller has to close."""
+        try:
+            data, fds, _, _ = socket.recv_fds(self.sock, MAX_LINK_MESSAGE_BYTES + 1, 4, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return None, []
+        except OSError:
+            return b"", []
+        return data, fds
+
+    def tell_finished(self, transfer: TransferId, indices: tuple[int, ...]) -> None:
+        for start in range(0, len(indices), MAX_INDICES):
+            self._outbox.append(FINISHED.encode(Finished(transfer, indices[start : start + MAX_INDICES])))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits, as far as the source reads."""
+        try:
+            while self._outbox:
+                self.sock.send(self._outbox[0])
+                self._outbox.popleft()
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._outbox.clear()  # it is gone, as `receive` will tell
+
+    @property
+    def is_stuck(self) -> bool:
+        return bool(self._outbox)
+
+
+class Listener:
+    """Where sources connect to, under `name`."""
+
+    def __init__(self, name: str):
+        self.sock = _socket()
+        self.sock.bind(_abstract(name))
+        self.sock.listen(1024)
+
+    def accept(self) -> list[ToSource]:
+        """The links that were made since the last call."""
+        links: list[ToSource] = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                links.append(ToSource(self.sock.accept()[0]))
+        return links
+
+
+def reach() -> str:
+    """Equal for processes that can be linked: same machine, network namespace (the space of names) and user."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"machine {boot}, {os.readlink('/proc/self/ns/net')}, user {os.getuid()}"
+
+
+def require_same_user(sock: socket.socket) -> None:
+    """Raises PermissionError: whoever may map a pool reads everybody's prompts."""
+    size = struct.calcsize("3i")
+    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    if user != os.getuid():
+        raise PermissionError(f"the peer belongs to user {user}, this worker to {os.getuid()}")
+
+
+def _socket() -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.setblocking(False)
+    return sock
+
+
+def _abstract(name: str) -> str:
+    return f"\0baton-kv-{name[:64]}"
