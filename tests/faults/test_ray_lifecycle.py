@@ -69,16 +69,16 @@ def test_sigkill_under_twenty_streams_loses_and_repeats_no_token(cluster: RayClu
             tokens: list[int] = []
             with client.stream(prompt(number), max_tokens=TOKENS, ignore_eos=True) as stream:
                 for delta in stream:
-                    tokens += delta.token_ids
-                    if len(tokens) == 5:
+                    if len(tokens) < 5 <= len(tokens) + len(delta.token_ids):
                         under_way.release()
+                    tokens += delta.token_ids
                 assert stream.result().finish_reason == "length"
             return tokens
 
         with ThreadPoolExecutor(STREAMS) as pool:
             streams = [pool.submit(one, number) for number in range(STREAMS)]
-            for _ in range(3):
-                under_way.acquire()
+            assert all(under_way.acquire(timeout=60) for _ in range(3))
+            assert not all(stream.done() for stream in streams), "nothing is left to be disturbed"
             for victim in victims:
                 os.kill(before[victim], signal.SIGKILL)
             outputs = [stream.result(RESTART_S * 2) for stream in streams]
