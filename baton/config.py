@@ -103,7 +103,7 @@ class EngineConfig(_Section, frozen=True):
     """A step with decodes should not take longer: prompts get smaller chunks beside them, and no more requests are
     admitted than decode within it. Learned from the steps that ran; None: only the budgets above count."""
     log_steps: bool = False
-    """Log each step's plan and its reasons (at level INFO of `baton.worker`)."""
+    """Log each step's plan and its reasons, whatever `log_level` is."""
     model_impl: Literal["auto", "baton", "transformers"] = "auto"
     """What computes the model: `baton`, Baton's own decoder; `transformers`, its module with Baton's attention, slower;
     `auto`: Baton's where it has the architecture."""
@@ -168,6 +168,8 @@ class ClusterConfig(_Section, frozen=True):
     router: RouterConfig = RouterConfig()
     liveness: LivenessConfig = LivenessConfig()
     ray: RayConfig = RayConfig()
+    log_level: Literal["debug", "info", "warning", "error"] = "warning"
+    """Of Baton's own lines on the standard error of its processes; under Ray that is a file in its session's `logs`."""
     start_timeout_s: Seconds = 120.0
     """`up` fails if the cluster is not ready within this."""
 
@@ -238,6 +240,14 @@ def _check_consistency(config: ClusterConfig) -> None:
         if pool.role is None and name not in _ROLES:
             raise ConfigError(
                 f"pools.{name}.role", "is required, because the pool's name is not a role", allowed=", ".join(_ROLES)
+            )
+        others = [key for key in ("kv_memory_mib", "kv_blocks") if getattr(pool, key) is not None]
+        if pool.memory_mib is not None and others:
+            raise ConfigError(
+                f"pools.{name}.memory_mib",
+                f"cannot be combined with {' and '.join(others)}, which sets the KV pool's size by itself",
+                value=pool.memory_mib,
+                allowed=f"null, or {' and '.join(others)} set to null",
             )
     workers = {role: sum(p.workers for n, p in config.pools.items() if config.role_of(n) == role) for role in _ROLES}
     if not workers["both"] and not (workers["prefill"] and workers["decode"]):

@@ -6,6 +6,7 @@ Everything here is immutable plain data. Times are seconds on the router's monot
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -95,6 +96,31 @@ class StructuredOutput(_Message, frozen=True, tag=2):
     """The schema, expression or grammar; a schema is the text of a JSON value."""
     choices: Annotated[tuple[Choice, ...], msgspec.Meta(max_length=MAX_CHOICES)] = ()
 
+    @classmethod
+    def json(cls, schema: Mapping[str, Any] | bool | str) -> StructuredOutput:
+        """JSON that follows this schema, given as Python data or as text."""
+        return cls("json", schema if isinstance(schema, str) else msgspec.json.encode(schema).decode())
+
+    @classmethod
+    def json_object(cls) -> StructuredOutput:
+        """Any JSON object."""
+        return cls("json_object")
+
+    @classmethod
+    def regex(cls, pattern: str) -> StructuredOutput:
+        """Text that this regular expression matches as a whole."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, texts: Iterable[str]) -> StructuredOutput:
+        """One of these texts."""
+        return cls("choice", choices=tuple(texts))
+
+    @classmethod
+    def grammar(cls, text: str) -> StructuredOutput:
+        """Text of a grammar in Lark's notation."""
+        return cls("grammar", text)
+
 
 class SamplingParams(_Message, frozen=True, tag=1):
     """How tokens are chosen. With `temperature` 0 the most probable token, else by the counter-based stream.
@@ -179,6 +205,8 @@ class WorkerInfo(_Message, frozen=True, tag=10):
     gpu_ids: tuple[int, ...] = ()
     """GPUs that Ray reserved for it on its node."""
     pid: int = 0
+    engine: str = ""
+    """What computes, and in which dtype, in words."""
 
 
 class Join(_Message, frozen=True, tag=11):

@@ -275,12 +275,12 @@ def _form(json_schema: Path | None, regex: str | None, choice: list[str] | None)
         raise InvalidRequestError(f"an answer has one form; {' and '.join(names)} name {len(names)}")
     if json_schema is not None:
         try:
-            return StructuredOutput("json", json_schema.read_text(encoding="utf-8"))
+            return StructuredOutput.json(json_schema.read_text(encoding="utf-8"))
         except (OSError, UnicodeError) as e:
             raise InvalidRequestError(f"--json-schema {json_schema} cannot be read: {e}") from e
     if regex is not None:
-        return StructuredOutput("regex", regex)
-    return StructuredOutput("choice", choices=tuple(choice)) if choice else None
+        return StructuredOutput.regex(regex)
+    return StructuredOutput.choice(choice) if choice else None
 
 
 def _span(text: str, option: str) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from baton.errors import ClusterError
 from baton_cli.guard import guarded, interrupt
 from baton_cli.output import err, out, spinner, status_table
 from baton_cluster.launch import launch
+from baton_cluster.logs import configure_logging
 from baton_cluster.record import claim_name, find_record, log_file, remove_record, write_record
 
 
@@ -25,6 +26,7 @@ def run_up(config: ClusterConfig) -> None:
     claim_name(config.name)
     with ExitStack() as stack:
         with spinner("starting") as show:
+            configure_logging(config)
             cluster = stack.enter_context(launch(config, progress=lambda text: show(text)))
         show = out.print  # from now on: something was restarted
         write_record(config.name, cluster.address, cluster.details().get("ray_address"))

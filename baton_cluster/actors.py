@@ -19,6 +19,7 @@ import zmq
 from baton.config import parse_config
 from baton.errors import ClusterError
 from baton.host_memory import can_share
+from baton_cluster.logs import configure_logging
 from baton_cluster.specs import WorkerSpec
 from kv_transfer.shm_link import reach
 
@@ -43,6 +44,7 @@ class WorkerActor:
 
     def __init__(self, config_tree: dict[str, Any], worker_id: str, pool: str):
         self._config = parse_config(config_tree)
+        configure_logging(self._config)
         self._spec = WorkerSpec(worker_id, pool)
         self._built: Any = None
         self._worker: Any = None
@@ -72,7 +74,7 @@ class WorkerActor:
         from baton.engine.build import build_runner
 
         self._built = build_runner(self._config, self._config.pools[self._spec.pool], shared_pool=shared_pool)
-        return str(self._built.memory)
+        return f"{self._built.engine}; memory: {self._built.memory}"
 
     def start(self, router_address: str, host: str, cores: tuple[int, ...], transport: str) -> dict[str, Any]:
         """Build the worker and join the router, after `load`. Returns the worker's description.
@@ -126,6 +128,7 @@ class RouterActor:
 
     def __init__(self, config_tree: dict[str, Any]):
         self._config = parse_config(config_tree)
+        configure_logging(self._config)
         self._server: Any = None
 
     def where(self) -> dict[str, Any]:

@@ -66,6 +66,7 @@ def build_worker(
         cores=cores or (),
         gpu_ids=gpu_ids,
         pid=pid,
+        engine=built.engine,
     )
     return EngineWorker(
         worker_core(config, info, eos_token_ids=built.spec.eos_token_ids, pulls=opened.pulls, reach=opened.reach),

@@ -53,7 +53,7 @@ class LocalCluster(Cluster):
                 shared = shares_memory(transport)
                 built = build_runner(config, config.pools[spec.pool], model=model, shared_pool=shared)
                 model = built.runner.model
-                progress(f"{spec.worker_id}: {built.memory}")
+                progress(f"{spec.worker_id}: {built.engine}; memory: {built.memory}")
                 self.workers[spec.worker_id] = build_worker(
                     config,
                     spec,

@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--against", choices=("transformers",), help="interleave the same work by its `generate`")
     parser.add_argument("--against-limit", type=int, default=1024, help="largest batch * context for the other")
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--json", type=Path, default=Path("results/engine.json"), help="where the figures go")
     arguments = parser.parse_args()
 
     cores = sorted(os.sched_getaffinity(0))

@@ -91,6 +91,7 @@ def stub_worker(
         kv_cache=pool,
         spec=SimpleNamespace(eos_token_ids=()),
         fingerprint="stub",
+        engine="stub",
         device="cpu",
         max_model_len=MAX_MODEL_LEN,
     )

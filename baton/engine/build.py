@@ -34,6 +34,8 @@ class BuiltRunner:
     kv_cache: KVCache
     memory: MemoryPlan
     fingerprint: str
+    engine: str
+    """What computes, and in which dtype, in words."""
     dtype: str
     device: str
     max_model_len: int
@@ -79,7 +81,7 @@ def build_runner(
         step=model.step_bytes(engine.max_batch_tokens, min(engine.max_batch_requests, engine.max_batch_tokens)),
         device_bytes=_free_bytes() + model.weight_bytes if device == "cuda" else None,
     )
-    log.info("memory: %s", memory)
+    log.info("%s in %s; memory: %s", model.computed_by, dtype, memory)
     if isinstance(model, GraphedDecoder):
         model = model.model  # its graphs are of another worker's pool
     graphed = device == "cuda" and engine.cuda_graphs and isinstance(model, DecoderModel)
@@ -93,6 +95,7 @@ def build_runner(
         kv_cache=kv_cache,
         memory=memory,
         fingerprint=fingerprint(path, dtype),
+        engine=f"{model.computed_by} in {dtype}",
         dtype=dtype,
         device=device,
         max_model_len=limit or spec.max_position_embeddings,

@@ -108,6 +108,11 @@ class GraphedDecoder:
         self.model.set_num_threads(num_threads)
 
     @property
+    def computed_by(self) -> str:
+        """See `Model.computed_by`."""
+        return f"{self.model.computed_by} with CUDA graphs"
+
+    @property
     def weight_bytes(self) -> int:
         """See `Model.weight_bytes`."""
         return self.model.weight_bytes

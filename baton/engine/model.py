@@ -44,6 +44,11 @@ class Model(Protocol):
         ...
 
     @property
+    def computed_by(self) -> str:
+        """The implementation, in words."""
+        ...
+
+    @property
     def weight_bytes(self) -> int:
         """Memory of the weights."""
         ...
@@ -81,6 +86,11 @@ class DecoderModel:
     def set_num_threads(self, num_threads: int) -> None:
         """See `Model.set_num_threads`. OpenMP keeps the number per calling thread."""
         torch.set_num_threads(num_threads)
+
+    @property
+    def computed_by(self) -> str:
+        """See `Model.computed_by`."""
+        return "torch"
 
     @property
     def weight_bytes(self) -> int:

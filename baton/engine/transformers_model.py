@@ -71,6 +71,11 @@ class TransformersModel:
         torch.set_num_threads(num_threads)
 
     @property
+    def computed_by(self) -> str:
+        """See `Model.computed_by`."""
+        return "transformers with Baton's attention"
+
+    @property
     def weight_bytes(self) -> int:
         """See `Model.weight_bytes`."""
         return sum(int(parameter.nbytes) for parameter in self._model.parameters())

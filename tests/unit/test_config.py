@@ -108,3 +108,9 @@ def test_a_config_error_survives_pickling() -> None:
 def test_overrides_change_the_default_pools_and_do_not_replace_them() -> None:
     config = load_config(None, {"pools.decode.workers": 2})
     assert {name: pool.workers for name, pool in config.pools.items()} == {"prefill": 1, "decode": 2}
+
+
+@pytest.mark.parametrize("other", ["kv_memory_mib", "kv_blocks"])
+def test_two_sizes_of_a_pool_are_one_too_many(other: str) -> None:
+    with pytest.raises(ConfigError, match=rf"pools\.both\.memory_mib.*cannot be combined with {other}"):
+        parse_config({"pools": {"both": {"memory_mib": 1000, other: 100}}})

@@ -212,3 +212,12 @@ def test_the_check_needs_neither_torch_nor_a_tokenizer() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_forms_are_made_of_plain_data() -> None:
+    schema = {"type": "object", "required": ["a"]}
+    assert StructuredOutput.json(schema) == StructuredOutput.json('{"type":"object","required":["a"]}')
+    assert StructuredOutput.choice(["yes", "no"]) == StructuredOutput("choice", choices=("yes", "no"))
+    assert StructuredOutput.regex("a+").text == "a+" and StructuredOutput.grammar("start: A").kind == "grammar"
+    for form in (StructuredOutput.json(schema), StructuredOutput.json_object(), StructuredOutput.choice(["a"])):
+        check_structured(form)

@@ -130,6 +130,11 @@ class NativeDecoder:
         self._own.set_num_threads(num_threads)
 
     @property
+    def computed_by(self) -> str:
+        """See `Model.computed_by`."""
+        return f"native kernels ({self.instruction_set})"
+
+    @property
     def weight_bytes(self) -> int:
         """See `Model.weight_bytes`."""
         return self._weight_bytes
