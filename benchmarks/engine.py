@@ -8,7 +8,7 @@ scheduling and sampling are in the figures, and they compare with those of any s
 decode    step = (time of 33 tokens - time of 1) / 32, for `batch` requests at once whose prompts are cached
 prefill   time to the only token of a prompt that is not cached
 cold      start of a process to its model loaded, on the same cores
-host_ms   what a decode step of the largest batch spends outside of the model
+host_ms   CPU time that a decode step of the largest batch spends outside of the model
 floor_ms  the larger of bytes / bandwidth and operations / matrix rate, both measured in the same run: a step must read
           all weights and the batch's KV cache once, and do two operations per weight and row
 """
@@ -81,7 +81,10 @@ class Work:
 
 
 class HostClock:
-    """Where an engine thread's time goes outside of the model: wraps calls between scheduler, runner and kernels."""
+    """Where an engine thread's time goes outside of the model: wraps calls between scheduler, runner and kernels.
+
+    CPU time of the thread: router and client share its process here, and their turns in the interpreter do not count.
+    """
 
     def __init__(self, worker: Any):
         self.seconds = {"schedule": 0.0, "build": 0.0, "sample": 0.0}
@@ -107,29 +110,29 @@ class HostClock:
 
     def _adding(self, name: str, call: Any) -> Any:
         def wrapped(*args: Any) -> Any:
-            start = time.perf_counter()
+            start = time.thread_time()
             result = call(*args)
             if result is not None:
-                self.seconds[name] += time.perf_counter() - start
+                self.seconds[name] += time.thread_time() - start
             return result
 
         return wrapped
 
     def _around_model(self, call: Any) -> Any:
         def wrapped(*args: Any) -> Any:
-            self._model_start = time.perf_counter()
+            self._model_start = time.thread_time()
             result = call(*args)
-            self._model_end = time.perf_counter()
+            self._model_end = time.thread_time()
             return result
 
         return wrapped
 
     def _around_run(self, call: Any) -> Any:
         def wrapped(plan: Any) -> Any:
-            start = time.perf_counter()
+            start = time.thread_time()
             result = call(plan)
             self.seconds["build"] += self._model_start - start
-            self.seconds["sample"] += time.perf_counter() - self._model_end
+            self.seconds["sample"] += time.thread_time() - self._model_end
             self.steps += 1
             return result
 
