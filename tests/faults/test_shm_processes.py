@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import random
@@ -95,12 +96,13 @@ def left() -> tuple[int, list[str], list[str]]:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     addresses.clear()
-    before = left()
+    gc.collect()  # what earlier tests of this process have mapped and only not let go of yet
+    num_maps, files, _ = left()
     yield
     assert addresses
     give_up = time.monotonic() + 10
-    while left() != before:
-        assert time.monotonic() < give_up, left()
+    while (now := left())[0] > num_maps or set(now[1]) > set(files) or now[2]:
+        assert time.monotonic() < give_up, now
         time.sleep(0.01)
 
 
@@ -133,7 +135,7 @@ def test_a_source_killed_in_the_middle_of_traffic() -> None:
             assert [e.peer for e in transport.seen if isinstance(e, LinkLost)] == [peer]
             transport.seen.clear()
             assert copied > 0
-            assert maps() == own, "the dead one's pool is unmapped"
+            assert maps() <= own, "the dead one's pool is unmapped"
             np.testing.assert_array_equal(pool.memory[::-1], expected.memory)
 
 
