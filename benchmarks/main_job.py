@@ -35,6 +35,7 @@ from baton_cluster.ray_session import RaySession
 from baton_experiments.placement import with_placement
 from baton_experiments.report import environment
 from benchmarks.core_cost import core_cost
+from benchmarks.machine import machine, timed
 
 CONTEXT = 128
 DECODE_STEPS = 16
@@ -47,25 +48,6 @@ def spread(samples: list[float]) -> dict[str, Any]:
     """Median, p10 and p90 beside all samples."""
     p10, median, p90 = np.percentile(samples, (10, 50, 90))
     return {"median": float(median), "p10": float(p10), "p90": float(p90), "samples": samples}
-
-
-def machine() -> dict[str, Any]:
-    """One core's read bandwidth (GB/s) and float32 matrix rate (GFLOP/s), best of several."""
-    data = torch.ones(64 << 20)  # 256 MB: far beyond any cache
-    left, right = torch.ones(512, 1024), torch.ones(1024, 1024)
-    read = min(_timed(data.sum) for _ in range(5))
-    gemm = min(_timed(lambda: left @ right) for _ in range(10))
-    return {
-        "read_gb_per_s": data.nbytes / read / 1e9,
-        "gemm_gflops": 2 * 512 * 1024 * 1024 / gemm / 1e9,
-        "threads": torch.get_num_threads(),
-    }
-
-
-def _timed(call: Any) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def engine_figures(built: BuiltRunner, config: ClusterConfig, repeats: int) -> dict[str, Any]:
@@ -113,7 +95,7 @@ def _decode_steps(built: BuiltRunner, config: ClusterConfig, batch: int) -> list
         _submit(core, i, CONTEXT, DECODE_STEPS + 2)
     _step(core, built)
     _step(core, built)  # the first decode step allocates
-    return [_timed(lambda: _step(core, built)) * 1e3 for _ in range(DECODE_STEPS)]
+    return [timed(lambda: _step(core, built)) * 1e3 for _ in range(DECODE_STEPS)]
 
 
 def _prefill_ms(built: BuiltRunner, config: ClusterConfig, tokens: int) -> float:
@@ -192,7 +174,7 @@ def main() -> None:
         line.update("machine and core")
         result: dict[str, Any] = {
             "environment": environment(),
-            "machine": machine(),
+            "machine": machine("float32", torch.get_num_threads()),
             "core": [core_cost(batch) for batch in (1, 8, 32)],
         }
         line.update("loading the model")

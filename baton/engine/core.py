@@ -57,7 +57,7 @@ class EngineCore:
         self.tables = BlockTables(num_blocks, block_size, fingerprint=fingerprint, prefix_cache=prefix_cache)
         self.pool = self.tables.pool
         self.block_size = block_size
-        self.limits = StepLimits(max_batch_tokens, max_batch_requests, block_size, step_target_s)
+        self.limits = StepLimits(max_batch_tokens, max_batch_requests, step_target_s)
         self.times = StepTimes()
         self.max_model_len = max_model_len
         self.num_steps = 0

@@ -21,7 +21,6 @@ class StepLimits(NamedTuple):
 
     max_batch_tokens: int
     max_batch_requests: int
-    block_size: int
     target_s: float | None = None
     """Seconds that a step with decodes should take at most; None: any."""
 
@@ -44,7 +43,8 @@ class Step:
         self.items: list[StepItem] = []
         self.copies: list[tuple[int, int]] = []
         self.skipped: list[tuple[EngineRequest, str]] = []
-        """Requests that could have advanced, and why they do not; those beyond a spent budget are not looked at."""
+        """Requests that could have advanced, and why they do not; of those beyond a spent budget or a full batch only
+        the first."""
         self.chunk_tokens = 0
         self._tables = tables
         self._running = running
@@ -86,6 +86,9 @@ class Step:
         num_decodes = len(self.items)
         chunk_budget = self._chunk_budget(num_decodes)
         full = self._full(num_decodes)
+        if full is not None and waiting:  # the usual state of a busy worker: do not go through all that wait
+            self.skipped.append((waiting[0], full))
+            waiting = []
         must_hold_blocks = False
         for request in merge(prompts, waiting, key=order):
             if self._budget == 0:
@@ -116,7 +119,7 @@ class Step:
         target, most = self._limits.target_s, self._limits.max_batch_tokens
         if target is None or num_decodes == 0:
             return most
-        return min(most, max(self._limits.block_size, self._times.chunk_tokens(num_decodes, target)))
+        return min(most, max(self._tables.block_size, self._times.chunk_tokens(num_decodes, target)))
 
     def _full(self, num_decodes: int) -> str | None:
         """Why nobody may be admitted now."""
