@@ -114,9 +114,11 @@ class EngineConfig(_Section, frozen=True):
 class TransferConfig(_Section, frozen=True):
     """How KV blocks move from prefill to decode."""
 
-    transport: Literal["auto", "inproc", "shm", "zmq+tcp", "zmq+ipc"] = "auto"
+    transport: Literal["auto", "inproc", "shm", "zmq+tcp", "zmq+ipc", "gloo", "nccl", "nixl", "cuda-ipc"] = "auto"
     """`inproc`: within one process. `shm`: same machine only, between CPU pools; decode copies out of prefill's pool.
-    `zmq+ipc`: same machine only. `auto`: `inproc` in one process, `shm` on the CPUs of one node, else `zmq+tcp`."""
+    `zmq+ipc`: same machine only. `gloo`, `nccl`: torch.distributed, CPU or GPU pools. `nixl`: NVIDIA's library (extra
+    `nixl`). `cuda-ipc`: between GPU pools of one machine.
+    `auto`: `inproc` in one process, `shm` on the CPUs of one node, else `zmq+tcp`."""
     checksum: Literal["xxh3", "none"] = "xxh3"
     """Per-block checksum, verified by the decode worker before a block is used."""
     lease_s: Seconds = 30.0

@@ -13,7 +13,7 @@ import msgspec
 
 from baton.layout import KVLayout
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_PROMPT_TOKENS = 1 << 20
 """More than any model here reads; bounds what a peer can make us allocate."""

@@ -16,13 +16,20 @@ Rules every transport keeps, and `tests/unit/test_transport_contract.py` checks:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from baton.protocol import TransferId
+
+if TYPE_CHECKING:
+    import torch
+
+
+MAX_BYTES_PER_CALL = 4 << 20
+"""That `completions` writes in one call, one message or block more at most."""
 
 
 class BlockMemory(Protocol):
@@ -63,6 +70,19 @@ class StagedMemory(BlockMemory, Protocol):
         ...
 
 
+@runtime_checkable
+class DeviceMemory(BlockMemory, Protocol):
+    """A pool on a GPU as it is, for transports that reach it there; `block` has nothing to show."""
+
+    device: torch.device
+    written: torch.cuda.Event | None
+    """Reached when all that the last step wrote is in the pool: who reads blocks on another stream waits for it."""
+
+    def block_tensor(self, block_id: int) -> torch.Tensor:
+        """The block's bytes on its device, without a copy; shape `[block_bytes]`."""
+        ...
+
+
 class Sent(msgspec.Struct, frozen=True):
     """Nothing reads these source blocks any more. Says nothing about arrival."""
 
@@ -96,6 +116,8 @@ class KVTransport(Protocol):
     """URL under which peers reach this end, with the real host and port."""
     reach: str
     """Two ends can be linked if these are equal: the kind of transport and, if it stays in a machine, which one."""
+    reaches_gpu: bool
+    """True: a pool on a GPU (`DeviceMemory`) may be registered as it is; else it is staged through host memory."""
 
     def register(self, pool: BlockMemory) -> None:
         """Use this pool for everything that follows. Called once, before `ship` and `receive`."""
@@ -120,7 +142,11 @@ class KVTransport(Protocol):
         ...
 
     def completions(self) -> list[Completion]:
-        """What has happened since the last call; never blocks. Reads arrived data into the pool."""
+        """What has happened since the last call; never blocks. Reads arrived data into the pool.
+
+        About `MAX_BYTES_PER_CALL` at once, so that what was written is still in the cache when it is hashed;
+        what is left keeps `pollables` readable.
+        """
         ...
 
     def cancel(self, transfer: TransferId) -> None:

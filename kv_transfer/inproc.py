@@ -22,11 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.protocol import TransferId
-from kv_transfer.base import BlockMemory, Completion, LinkLost, Received, Sent
+from kv_transfer.base import MAX_BYTES_PER_CALL, BlockMemory, Completion, LinkLost, Received, Sent
 from kv_transfer.expected import ExpectedBlocks, TransportStats
 
-MAX_BYTES_PER_CALL = 64 << 20
-"""`completions` copies no more in one call: control messages must get their turn."""
 MAX_BLOCKS_PER_SHIPMENT = 16
 """So that the first blocks are copied, and may be reported, before the last."""
 
@@ -50,6 +48,7 @@ class InprocTransport:
     """One worker's end, under an address of its own."""
 
     pulls = False
+    reaches_gpu = False
 
     def __init__(self) -> None:
         name = uuid.uuid4().hex

@@ -29,15 +29,13 @@ import msgspec
 from baton.errors import ConfigError, ProtocolError
 from baton.host_memory import can_share
 from baton.protocol import TransferId
-from kv_transfer.base import BlockMemory, Completion, LinkLost, Received, Sent
+from kv_transfer.base import MAX_BYTES_PER_CALL, BlockMemory, Completion, LinkLost, Received, Sent
 from kv_transfer.expected import TransportStats
 from kv_transfer.shared_pool import BorrowedPool, Fetch, LentPool, SharedBlocks
 from kv_transfer.shm_link import EXPORT, FINISHED, Export, Listener, ToSource, ToTarget, reach, require_same_user
 
 log = logging.getLogger(__name__)
 
-MAX_BYTES_PER_CALL = 64 << 20
-"""`completions` copies no more in one call: control messages must get their turn."""
 FIRST_RETRY_S, LAST_RETRY_S = 0.001, 0.05
 """How soon to try again to tell a peer that does not read; doubles with each try in vain."""
 
@@ -60,6 +58,7 @@ class ShmTransport:
     """Listens at once; raises ConfigError where this machine has no such memory. Used by one thread."""
 
     pulls = True
+    reaches_gpu = False
 
     def __init__(self) -> None:
         if not can_share():

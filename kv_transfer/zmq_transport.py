@@ -36,7 +36,7 @@ from zmq.utils.monitor import recv_monitor_message
 from baton.codec import Codec
 from baton.errors import ConfigError, ProtocolError
 from baton.protocol import TransferId
-from kv_transfer.base import BlockMemory, Completion, LinkLost, Received, Sent
+from kv_transfer.base import MAX_BYTES_PER_CALL, BlockMemory, Completion, LinkLost, Received, Sent
 from kv_transfer.expected import ExpectedBlocks, TransportStats
 from kv_transfer.messages import BlockIndex
 
@@ -47,8 +47,6 @@ BYTES_PER_MESSAGE = 4 << 20
 """A message is delivered whole: small enough that the receiver starts early, large enough to be few."""
 RECEIVE_QUEUE = 2
 """Messages that libzmq reads ahead, per peer."""
-MAX_BYTES_PER_CALL = 64 << 20
-"""`completions` reads no more in one call: control messages must get their turn."""
 MAX_FRAME_BYTES = 256 << 20
 MAX_HEADER_BYTES = 64 << 10
 FIRST_CHECK_S, LAST_CHECK_S = 0.0005, 0.02
@@ -104,6 +102,7 @@ class ZmqTransport:
     """
 
     pulls = False
+    reaches_gpu = False
 
     def __init__(
         self,
