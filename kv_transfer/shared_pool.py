@@ -1,10 +1,10 @@
-"""A KV pool in shared memory, as its owner lends blocks of it and as a peer reads them.
+"""A KV pool that other processes read in place, as its owner lends blocks of it and as a peer reads them.
 
     owner   lend(block) ──► ref ──(a message)──► peer   copy(ref ...) ──► valid before and after, or torn
             give_back(block): once nobody has it, its refs are void
 
 A ref says which block, and which of its lives: each block has an epoch in a table that the owner writes and
-peers map read-only, as they do the pool. The owner moves the epoch on before it gives a block away; a peer looks
+peers see but cannot write, as they do the pool. The owner moves the epoch on before it gives a block away; a peer looks
 at it before and after it copies, and a copy during which it moved counts as never made. So the owner need not wait
 for a peer that stalls in the middle of a copy, and a ref that is late, repeated or made up reads nothing. (Idea: a
 seqlock, with the reader in another process.)
@@ -12,14 +12,15 @@ seqlock, with the reader in another process.)
 The second look must not be done before the copy is. x86 keeps loads in order; elsewhere the locks which numpy
 takes behind a copy do.
 
-Knows memory, blocks and refs; must not know transfers or sockets.
+How the pool itself is reached is a subclass's: `LentPool` and `BorrowedPool` are for shared memory of the host, the
+other transports that pull have their own. Knows memory, blocks and refs; must not know transfers or sockets.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -51,24 +52,19 @@ class Fetch(msgspec.Struct, frozen=True):
     """In the reader's pool."""
 
 
-class LentPool:
-    """The owner's side. `pool.host_memory` must be shared. Raises MemoryError where there is none for the table."""
+class LentBlocks:
+    """The owner's side: which blocks are lent, in which life. Raises MemoryError where there is none for the table.
 
-    def __init__(self, pool: SharedBlocks):
-        assert pool.host_memory.fd is not None, "the pool's memory is private"
+    `shared`: the table is a file that other processes can map.
+    """
+
+    def __init__(self, pool: BlockMemory, *, shared: bool = True):
         self.num_blocks, self.block_bytes = pool.num_blocks, pool.block_bytes
-        self._pool = pool
-        self._table = HostMemory(8 * pool.num_blocks, shared=True)
-        self._epochs = self._table.array.view(np.uint64)
+        self.table = HostMemory(8 * pool.num_blocks, shared=shared)
+        """The epoch of each block, 8 bytes in the machine's order."""
+        self._epochs = self.table.array.view(np.uint64)
         self._lent: Counter[int] = Counter()
         """How often each block is lent now."""
-
-    @property
-    def fds(self) -> tuple[int, int]:
-        """Files of the pool and of the table, for `BorrowedPool`."""
-        pool, table = self._pool.host_memory.fd, self._table.fd
-        assert pool is not None and table is not None
-        return pool, table
 
     def lend(self, block: int) -> int:
         """A ref by which peers may read the block until it was given back as often as it was lent."""
@@ -89,39 +85,85 @@ class LentPool:
         return len(self._lent)
 
 
-class BorrowedPool:
-    """The reader's side: another process's pool, mapped read-only until this object goes.
+class LentPool(LentBlocks):
+    """The owner's side of a pool in shared memory: `pool.host_memory` must be shared."""
+
+    def __init__(self, pool: SharedBlocks):
+        assert pool.host_memory.fd is not None, "the pool's memory is private"
+        super().__init__(pool)
+        self._pool = pool
+
+    @property
+    def fds(self) -> tuple[int, int]:
+        """Files of the pool and of the table, for `BorrowedPool`."""
+        pool, table = self._pool.host_memory.fd, self.table.fd
+        assert pool is not None and table is not None
+        return pool, table
+
+
+Target = TypeVar("Target", contravariant=True)
+"""The reader's pool, as the kind of memory needs it to write there."""
+
+
+class BorrowedBlocks(Generic[Target]):
+    """The reader's side: the table, mapped read-only until this object goes, and a pool that a subclass reaches.
+
+    `table_fd` may be closed afterwards. Raises ValueError if it is not what it should be.
+    """
+
+    def __init__(self, table_fd: int, num_blocks: int, block_bytes: int):
+        self.num_blocks, self.block_bytes = num_blocks, block_bytes
+        self._epochs = map_read_only(table_fd, 8 * num_blocks).view(np.uint64)
+
+    def copy(self, fetches: Sequence[Fetch], target: Target) -> list[int]:
+        """Copy blocks into `target`, the reader's whole pool; returns the indices that were copied whole.
+
+        Neighbours in both pools are one copy; what is left out was lent no more.
+        """
+        valid = [fetch for fetch in fetches if self._is_valid(fetch.ref)]
+        start = 0
+        try:
+            while start < len(valid):
+                source, block = valid[start].ref % MAX_SHARED_BLOCKS, valid[start].block
+                end = start + 1
+                while end < len(valid) and _follows(valid[end - 1], valid[end]):
+                    end += 1
+                self._copy_run(source, block, end - start, target)
+                start = end
+        finally:
+            self._wait()
+        return [fetch.index for fetch in valid if self._is_valid(fetch.ref)]
+
+    def _copy_run(self, source: int, block: int, count: int, target: Target) -> None:
+        """Copy `count` neighbours, from `source` on there to `block` on here; complete when `_wait` returns."""
+        raise NotImplementedError
+
+    def _wait(self) -> None:
+        """Until all copies are complete, so that the look at the table that follows comes after them."""
+
+    def close(self) -> None:
+        """Nothing is read from here any more."""
+
+    def _is_valid(self, ref: int) -> bool:
+        epoch, block = divmod(ref, MAX_SHARED_BLOCKS)
+        return block < self.num_blocks and int(self._epochs[block]) == epoch
+
+
+class BorrowedPool(BorrowedBlocks[npt.NDArray[np.uint8]]):
+    """Another process's pool in shared memory, mapped read-only until this object goes; `target` is a pool as bytes.
 
     `fds` as in `LentPool.fds`; they may be closed afterwards. Raises ValueError if they are not what they should be.
     """
 
     def __init__(self, fds: Sequence[int], num_blocks: int, block_bytes: int):
         pool_fd, table_fd = fds
-        self.num_blocks, self.block_bytes = num_blocks, block_bytes
+        super().__init__(table_fd, num_blocks, block_bytes)
         self._memory = map_read_only(pool_fd, num_blocks * block_bytes)
-        self._epochs = map_read_only(table_fd, 8 * num_blocks).view(np.uint64)
 
-    def copy(self, fetches: Sequence[Fetch], target: npt.NDArray[np.uint8]) -> list[int]:
-        """Copy blocks into `target`, the reader's whole pool as bytes; returns the indices that were copied whole.
-
-        Neighbours in both pools are one copy; what is left out was lent no more. Runs without the GIL.
-        """
-        valid = [fetch for fetch in fetches if self._is_valid(fetch.ref)]
+    def _copy_run(self, source: int, block: int, count: int, target: npt.NDArray[np.uint8]) -> None:
         size = self.block_bytes
-        start = 0
-        while start < len(valid):
-            source, block = valid[start].ref % MAX_SHARED_BLOCKS, valid[start].block
-            end = start + 1
-            while end < len(valid) and _follows(valid[end - 1], valid[end]):
-                end += 1
-            length = (end - start) * size
-            np.copyto(target[block * size :][:length], self._memory[source * size :][:length])
-            start = end
-        return [fetch.index for fetch in valid if self._is_valid(fetch.ref)]
-
-    def _is_valid(self, ref: int) -> bool:
-        epoch, block = divmod(ref, MAX_SHARED_BLOCKS)
-        return block < self.num_blocks and int(self._epochs[block]) == epoch
+        length = count * size
+        np.copyto(target[block * size :][:length], self._memory[source * size :][:length])  # without the GIL
 
 
 def _follows(one: Fetch, other: Fetch) -> bool:

@@ -1,47 +1,56 @@
-"""The links of `kv_transfer.shm_transport`: Unix sockets with abstract names, and the two messages that go over them.
+"""Links within a machine, for transports that pull: Unix sockets with abstract names, and the messages on any link.
 
 A name in the abstract space is no file: it goes with the socket, whatever ended the process. A link carries the
-files of the source's pool and table, who has finished reading what, and the news that the other end is gone.
+what the source's pool and table are reached by, who has finished reading what, and the news that the other end is gone.
 
 Knows sockets and messages; must not know what is lent or wanted.
 """
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import socket
 import struct
 from collections import deque
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 from baton.codec import Codec
-from baton.protocol import Name, TransferId
-from kv_transfer.messages import BlockIndex
-from kv_transfer.shared_pool import MAX_SHARED_BLOCKS, BorrowedPool
+from baton.protocol import TransferId
+from baton.wire import Count, Name
+from kv_transfer.shared_pool import MAX_SHARED_BLOCKS
+
+log = logging.getLogger(__name__)
 
 MAX_LINK_MESSAGE_BYTES = 64 << 10
-MAX_INDICES = 4096
+MAX_ACCEPTS = 64
+"""New links of one call."""
+MAX_REFS = 4096
 """In one `Finished`."""
 
 
 class Export(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=81):
-    """First message on a link, with the files of the source's pool and of its table of epochs."""
+    """First message on a link, with what the source's pool and its table of epochs are reached by: files, a handle."""
 
     source: Name
     """The source's incarnation."""
     num_blocks: Annotated[int, msgspec.Meta(ge=1, lt=MAX_SHARED_BLOCKS)]
     block_bytes: Annotated[int, msgspec.Meta(ge=1)]
+    handle: bytes = b""
+    """Of what is not reached by files alone: what the transport's reader needs."""
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=82):
-    """The target reads these blocks no more, whether they were copied, cancelled or could not be had."""
+    """The target reads by these refs no more, whether the blocks were copied, cancelled or could not be had.
+
+    Refs and not indices: a block may have been lent anew meanwhile, and that lending has not ended.
+    """
 
     transfer: TransferId
-    indices: Annotated[tuple[BlockIndex, ...], msgspec.Meta(max_length=MAX_INDICES)]
+    refs: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_REFS)]
 
 
 EXPORT: Codec[Export] = Codec(Export, max_bytes=MAX_LINK_MESSAGE_BYTES)
@@ -50,6 +59,10 @@ FINISHED: Codec[Finished] = Codec(Finished, max_bytes=MAX_LINK_MESSAGE_BYTES)
 
 class ToTarget:
     """The source's end of a link. Raises OSError where nobody of this user listens at `name`."""
+
+    is_up = True
+    """Whether there has been another end: what was never up is not lost."""
+    is_stuck = False
 
     def __init__(self, name: str):
         self.name = name
@@ -63,7 +76,7 @@ class ToTarget:
             self.sock.close()
             raise
 
-    def export(self, export: Export, fds: tuple[int, int]) -> None:
+    def export(self, export: Export, fds: tuple[int, ...]) -> None:
         """Raises OSError if the other end is gone."""
         socket.send_fds(self.sock, [EXPORT.encode(export)], fds)
         self.is_exported = True
@@ -77,6 +90,9 @@ class ToTarget:
         except OSError:
             return b""
 
+    def flush(self) -> None:
+        """All has been sent."""
+
 
 class ToSource:
     """The target's end of a link."""
@@ -86,8 +102,13 @@ class ToSource:
         self.sock = sock
         self.peer = ""
         """The source's incarnation; empty until its Export has come."""
-        self.pool: BorrowedPool | None = None
+        self.pool: Any = None
+        """As the transport reads it; None until its Export has come."""
         self._outbox: deque[bytes] = deque()
+
+    def check_peer(self) -> None:
+        """Raises PermissionError if it may not be linked."""
+        require_same_user(self.sock)
 
     def receive(self) -> tuple[bytes | None, list[int]]:
         """As `ToTarget.receive`, with the files that came along, which the caller has to close."""
@@ -99,9 +120,9 @@ class ToSource:
             return b"", []
         return data, fds
 
-    def tell_finished(self, transfer: TransferId, indices: tuple[int, ...]) -> None:
-        for start in range(0, len(indices), MAX_INDICES):
-            self._outbox.append(FINISHED.encode(Finished(transfer, indices[start : start + MAX_INDICES])))
+    def tell_finished(self, transfer: TransferId, refs: tuple[int, ...]) -> None:
+        for start in range(0, len(refs), MAX_REFS):
+            self._outbox.append(FINISHED.encode(Finished(transfer, refs[start : start + MAX_REFS])))
         self.flush()
 
     def flush(self) -> None:
@@ -129,11 +150,23 @@ class Listener:
         self.sock.listen(1024)
 
     def accept(self) -> list[ToSource]:
-        """The links that were made since the last call."""
+        """The links that were made since the last call, by processes of this user. Others are hung up on at once."""
         links: list[ToSource] = []
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                links.append(ToSource(self.sock.accept()[0]))
+        for _ in range(MAX_ACCEPTS):
+            try:
+                sock, _ = self.sock.accept()
+            except BlockingIOError:
+                break
+            except OSError as e:  # out of file descriptors, as a rule: the source tries again
+                log.warning("a link of shared memory could not be accepted: %s", e)
+                break
+            try:
+                require_same_user(sock)
+            except OSError as e:
+                log.warning("closed a link of shared memory: %s", e)
+                sock.close()
+            else:
+                links.append(ToSource(sock))
         return links
 
 

@@ -147,15 +147,16 @@ def test_the_sources_own_block_ids_are_checked(pair: Pair) -> None:
         pair.p.ship("D1", transfer_of(1), [(0, 8)])
 
 
-def test_refs_that_are_void_are_dropped_counted_and_finished(pair: Pair) -> None:
+def test_refs_that_are_void_are_dropped_and_counted_and_end_no_lending(pair: Pair) -> None:
     pair.move(1, 0)
     pair.wait(1, 1)
     refs = pair.p.ship("D1", transfer_of(2), [(0, 1), (1, 2), (2, 3)])
     before = pair.target.memory.copy()
     pair.d.receive("P1", transfer_of(2), (refs[0] + (1 << 32), 8, refs[2]), [(0, 4), (1, 5), (2, 6)])
-    drive([pair.p, pair.d], lambda: sorted(pair.sent(2)) == [0, 1, 2])
+    drive([pair.p, pair.d], lambda: pair.sent(2) == [2] and pair.d.stats.num_dropped == 2)
     assert pair.received(2) == [2]
-    assert pair.d.stats.num_dropped == 2
+    pair.p.cancel(transfer_of(2))
+    drive([pair.p], lambda: sorted(pair.sent(2)) == [0, 1, 2])
     np.testing.assert_array_equal(pair.target.memory[[4, 5]], before[[4, 5]])
 
 
@@ -329,19 +330,35 @@ def test_malformed_exports_close_their_link_only(pair: Pair, kind: str, tmp_path
 def test_malformed_and_foreign_ends_of_reading_let_nothing_go(pair: Pair) -> None:
     pair.move(1, 0)
     pair.wait(1, 1)
-    pair.p.ship("D1", transfer_of(2), [(0, 1)])
+    (ref,) = pair.p.ship("D1", transfer_of(2), [(0, 1)])
     (link,) = pair.d._sources
     for message in (
         b"\xc1",
-        FINISHED.encode(Finished(transfer_of(3), (0,))),
-        FINISHED.encode(Finished(transfer_of(2), (7,))),
+        FINISHED.encode(Finished(transfer_of(3), (ref,))),
+        FINISHED.encode(Finished(transfer_of(2), (ref + 1,))),
     ):
         link.sock.send(message)
     drive([pair.p], lambda: pair.p.stats.num_malformed == 1)
     pair.p.completions()
     assert pair.sent(2) == []
-    link.sock.send(FINISHED.encode(Finished(transfer_of(2), (0, 0))))
+    link.sock.send(FINISHED.encode(Finished(transfer_of(2), (ref, ref))))
     drive([pair.p], lambda: pair.sent(2) == [0])
+
+
+def test_the_end_of_a_former_lending_does_not_end_the_present_one(pair: Pair) -> None:
+    pair.move(1, 0)
+    pair.wait(1, 1)
+    (void,) = pair.p.ship("D1", transfer_of(2), [(0, 1)])
+    pair.p.disconnect("D1")  # cut, and made again: what was lent is void, and lent anew
+    pair.p.connect("D1", pair.d.address)
+    assert pair.sent(2) == []
+    drive([pair.p], lambda: pair.sent(2) == [0])
+    (ref,) = pair.p.ship("D1", transfer_of(2), [(0, 1)])
+    pair.d.receive("P1", transfer_of(2), (void,), [(0, 4)])
+    drive([pair.p, pair.d], lambda: pair.d.stats.num_dropped == 1)
+    pair.d.receive("P1", transfer_of(2), (ref,), [(0, 4)])
+    drive([pair.p, pair.d], lambda: pair.sent(2) == [0, 0])
+    np.testing.assert_array_equal(pair.d._pool.block(4), pair.p._pool.block(1))
 
 
 def test_another_users_process_is_not_linked(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,9 +366,9 @@ def test_another_users_process_is_not_linked(pair: Pair, monkeypatch: pytest.Mon
     monkeypatch.setattr(shm_link.os, "getuid", lambda: user + 1)
     pair.p.connect("D2", pair.d.address)
     assert "D2" not in pair.p._targets
-    pair.p.ship("D1", transfer_of(1), [(0, 0)])  # connected before; its export is not accepted
-    drive([pair.p, pair.d], lambda: pair.d.stats.num_malformed == 1 and pair.sent(1) == [0])
-    assert not pair.d._wanted
+    pair.p.ship("D1", transfer_of(1), [(0, 0)])  # connected before; it is hung up on
+    drive([pair.p, pair.d], lambda: pair.sent(1) == [0])
+    assert not pair.d._wanted and not pair.d._sources
 
 
 def test_a_platform_without_memory_files_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
