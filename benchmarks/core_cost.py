@@ -8,7 +8,8 @@ from typing import Any
 from baton.engine.core import EngineCore
 from baton.engine.policy import POLICIES
 from baton.engine.request import EngineRequest
-from baton.protocol import RequestKey, SamplingParams
+from baton.protocol import RequestKey
+from baton.sampling_params import SamplingParams
 
 PROMPT = 128
 STEPS = 300

@@ -28,7 +28,8 @@ from baton.engine.build import BuiltRunner, build_runner
 from baton.engine.core import EngineCore
 from baton.engine.policy import POLICIES
 from baton.engine.request import EngineRequest
-from baton.protocol import RequestKey, SamplingParams
+from baton.protocol import RequestKey
+from baton.sampling_params import SamplingParams
 from baton.timeline import Stage
 from baton_cluster.ray_cluster import RayCluster
 from baton_cluster.ray_session import RaySession
