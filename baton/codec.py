@@ -1,8 +1,9 @@
 """Messages to bytes and back: msgpack of `[PROTOCOL_VERSION, [tag, field, ...]]`.
 
-msgpack does the bytes, under limits that a peer cannot exceed; msgspec checks tag, types and ranges
-against the message classes. Whatever arrives, the result is a valid message of the expected kind or
-a CodecError/VersionError. Must not know which messages there are.
+msgspec reads the bytes straight into the message classes and checks tag, types, lengths and ranges as it goes: what
+does not fit is refused before memory is taken for it (a message of a million empty lists would else become a million
+objects). Whatever arrives, the result is a valid message of the expected kind or a CodecError/VersionError. Must not
+know which messages there are.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ MAX_MESSAGE_BYTES = 32 << 20
 
 M = TypeVar("M")
 
+_ENVELOPE = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
+
 
 class Codec(Generic[M]):
     """Encodes and decodes one union of message classes (`Codec(Submit | Abort)`)."""
 
     def __init__(self, union: Any, *, max_bytes: int = MAX_MESSAGE_BYTES):
-        self._union = union
+        self._decoder = msgspec.msgpack.Decoder(union, strict=True)
         self._max_bytes = max_bytes
 
     def encode(self, message: M) -> bytes:
@@ -37,19 +40,16 @@ class Codec(Generic[M]):
         """Raises VersionError for another protocol version, CodecError for anything else that is not a message."""
         if len(data) > self._max_bytes:
             raise CodecError(f"message of {len(data)} bytes, more than the {self._max_bytes} allowed")
-        try:  # unpackb bounds every length by the size of `data` before it allocates
-            envelope = msgpack.unpackb(data, raw=False, strict_map_key=False)
-        except Exception as e:  # msgpack raises many kinds, ValueError and its own among them
-            raise CodecError(f"not a msgpack message: {e}") from e
-        if not isinstance(envelope, list) or len(envelope) != 2:
-            raise CodecError("not a Baton message: expected [version, body]")
-        version, body = envelope
+        try:
+            version, body = _ENVELOPE.decode(data)
+        except Exception as e:  # RecursionError, UnicodeDecodeError and msgspec's own
+            raise CodecError(f"not a Baton message of [version, body]: {e}") from e
         if version != PROTOCOL_VERSION:
             raise VersionError(
                 f"peer speaks protocol version {version!r}, this side {PROTOCOL_VERSION}; run one release"
             )
         try:
-            message: M = msgspec.convert(body, self._union, strict=True)
-        except msgspec.ValidationError as e:
+            message: M = self._decoder.decode(body)
+        except Exception as e:
             raise CodecError(f"malformed message: {e}") from e
         return message

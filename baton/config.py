@@ -8,6 +8,8 @@ YAML path, the value and what is allowed. Must not know Ray, torch or sockets.
 from __future__ import annotations
 
 import difflib
+import hmac
+import os
 import re
 from pathlib import Path
 from types import UnionType
@@ -27,6 +29,43 @@ Role = Literal["prefill", "decode", "both"]
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=None):
     """Base of every section: immutable, keyword-only, unknown keys refused."""
+
+
+MIN_SECRET = 16
+"""Characters. A secret that can be guessed is none: who records a handshake can try guesses at leisure."""
+
+
+class Secret:
+    """A text that shows nowhere: not in `repr`, messages or dumps; `reveal` gives it."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str):
+        """Raises ConfigError for what is no text of at least `MIN_SECRET` characters, without saying what it was."""
+        if not isinstance(text, str):
+            raise ConfigError("security.secret", "must be a text; put it in quotes")
+        if len(text) < MIN_SECRET:
+            raise ConfigError(
+                "security.secret",
+                f"is too short: {len(text)} characters, at least {MIN_SECRET}; "
+                "take `python -c 'import secrets; print(secrets.token_urlsafe(32))'`",
+            )
+        self._text = text
+
+    def reveal(self) -> str:
+        return self._text
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and hmac.compare_digest(self._text.encode(), other._text.encode())
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __repr__(self) -> str:
+        return "<secret>"
+
+    def __reduce__(self) -> tuple[type[Secret], tuple[str]]:
+        return Secret, (self._text,)
 
 
 class RayConfig(_Section, frozen=True):
@@ -67,6 +106,8 @@ class PoolConfig(_Section, frozen=True):
     """CPU cores per worker: its affinity and its number of compute threads."""
     resources: dict[str, Annotated[float, msgspec.Meta(ge=0)]] = {}
     """Custom Ray resources per worker."""
+    block_size: PositiveInt | None = None
+    """Tokens per KV block; None: `engine.block_size`. Pools may differ: blocks are re-sliced on arrival."""
     kv_blocks: PositiveInt | None = None
     """Size of the KV pool in blocks; None: derived from `kv_memory_mib`."""
     kv_memory_mib: PositiveInt | None = None
@@ -114,11 +155,16 @@ class EngineConfig(_Section, frozen=True):
 class TransferConfig(_Section, frozen=True):
     """How KV blocks move from prefill to decode."""
 
-    transport: Literal["auto", "inproc", "shm", "zmq+tcp", "zmq+ipc", "gloo", "nccl", "nixl", "cuda-ipc"] = "auto"
+    transport: str = "auto"
     """`inproc`: within one process. `shm`: same machine only, between CPU pools; decode copies out of prefill's pool.
     `zmq+ipc`: same machine only. `gloo`, `nccl`: torch.distributed, CPU or GPU pools. `nixl`: NVIDIA's library (extra
     `nixl`). `cuda-ipc`: between GPU pools of one machine.
-    `auto`: `inproc` in one process, `shm` on the CPUs of one node, else `zmq+tcp`."""
+    `auto`: `inproc` in one process, `shm` on the CPUs of one node, else `zmq+tcp`.
+    `faulty+` before any of these, and a plan of faults after it, is for tests and rehearsals: blocks are lost, delayed
+    and damaged, links cut (`faulty+zmq+tcp?drop=0.01&seed=3`, see `kv_transfer.faulty_transport`)."""
+    wire_encoding: Literal["none", "int8", "fp8"] = "none"
+    """Send KV blocks in one byte a number, with a scale per layer, head and block: less to send, and other tokens than
+    without, now and then. Over `zmq+tcp` or `zmq+ipc`."""
     checksum: Literal["xxh3", "none"] = "xxh3"
     """Per-block checksum, verified by the decode worker before a block is used."""
     lease_s: Seconds = 30.0
@@ -127,6 +173,11 @@ class TransferConfig(_Section, frozen=True):
     """Decode reserves blocks for the prompt plus min(max_tokens, this) tokens."""
     max_unacked_blocks: PositiveInt = 4096
     """Cap on blocks handed to the transport for one peer and not yet sent."""
+
+    @property
+    def transport_kind(self) -> str:
+        """`transport` without faults: one of `TRANSPORTS`."""
+        return self.transport.removeprefix(FAULTY).partition("?")[0].removesuffix("://")
 
 
 class RouterConfig(_Section, frozen=True):
@@ -154,6 +205,15 @@ class LivenessConfig(_Section, frozen=True):
     timeout_s: Seconds = 2.0
 
 
+class SecurityConfig(_Section, frozen=True):
+    """Who may speak on the cluster's sockets."""
+
+    secret: Secret | None = None
+    """Shared by all workers, the router and its clients: every socket is encrypted (CurveZMQ) and lets only holders in.
+    None: BATON_SECRET of the environment, and without that anyone who reaches a port may use it. 16 characters or more.
+    """
+
+
 class ClusterConfig(_Section, frozen=True):
     """The whole of `cluster.yaml`."""
 
@@ -170,6 +230,7 @@ class ClusterConfig(_Section, frozen=True):
     router: RouterConfig = RouterConfig()
     liveness: LivenessConfig = LivenessConfig()
     ray: RayConfig = RayConfig()
+    security: SecurityConfig = SecurityConfig()
     log_level: Literal["debug", "info", "warning", "error"] = "warning"
     """Of Baton's own lines on the standard error of its processes; under Ray that is a file in its session's `logs`."""
     start_timeout_s: Seconds = 120.0
@@ -179,6 +240,27 @@ class ClusterConfig(_Section, frozen=True):
         """The role of a pool: its own `role`, else its name."""
         return self.pools[pool].role or pool  # type: ignore[return-value]  # validated at load
 
+    def block_size_of(self, pool: PoolConfig) -> int:
+        """Tokens per KV block of a pool."""
+        return pool.block_size or self.engine.block_size
+
+    @property
+    def mixes_block_sizes(self) -> bool:
+        """Whether blocks may have to be re-sliced between workers."""
+        return len({self.block_size_of(pool) for pool in self.pools.values() if pool.workers}) > 1
+
+
+SECRET_VARIABLE = "BATON_SECRET"
+TRANSPORTS = ("auto", "inproc", "shm", "zmq+tcp", "zmq+ipc", "gloo", "nccl", "nixl", "cuda-ipc")
+FAULTY = "faulty+"
+"""Before a transport's name: the same with faults, for tests and rehearsals."""
+UNENCRYPTED_TRANSPORTS = ("gloo", "nccl", "nixl")
+"""They move blocks between machines by libraries that neither encrypt nor ask who connects."""
+
+FIXED_BLOCK_TRANSPORTS = ("shm", "gloo", "nccl", "nixl", "cuda-ipc")
+"""They move blocks as they are, between pools of one block size."""
+ENCODING_TRANSPORTS = ("auto", "zmq+tcp", "zmq+ipc")
+"""They can send encoded blocks."""
 
 _ROLES = ("prefill", "decode", "both")
 
@@ -186,6 +268,7 @@ _ROLES = ("prefill", "decode", "both")
 def load_config(path: str | Path | None = None, overrides: dict[str, Any] | None = None) -> ClusterConfig:
     """Read `path` (None: all defaults), apply dotted `overrides` (`{"engine.block_size": 32}`), validate.
 
+    A missing `security.secret` is taken from BATON_SECRET of the environment.
     Raises ConfigError for a file that cannot be read, an unknown key, a wrong type or an impossible value.
     """
     tree: Any = {}
@@ -206,7 +289,18 @@ def load_config(path: str | Path | None = None, overrides: dict[str, Any] | None
         tree["pools"] = {name: {} for name in ClusterConfig().pools}  # they change the default pools, not replace them
     for dotted, value in (overrides or {}).items():
         _set_dotted(tree, dotted, value)
-    return parse_config(tree)
+    config = parse_config(tree)
+    secret = environment_secret()
+    if config.security.secret is None and secret is not None:
+        config = msgspec.structs.replace(config, security=SecurityConfig(secret=secret))
+        _check_consistency(config)
+    return config
+
+
+def environment_secret() -> Secret | None:
+    """BATON_SECRET; None where it is unset or empty. Raises ConfigError if it is too short."""
+    text = os.environ.get(SECRET_VARIABLE)
+    return Secret(text) if text else None
 
 
 def parse_yaml(text: str, source: str) -> Any:
@@ -224,17 +318,36 @@ def parse_yaml(text: str, source: str) -> Any:
 def parse_config(tree: dict[str, Any]) -> ClusterConfig:
     """Validate a plain mapping (as YAML gives it) into a ClusterConfig; raises ConfigError."""
     try:
-        config = msgspec.convert(tree, ClusterConfig, strict=True)
+        config = msgspec.convert(tree, ClusterConfig, strict=True, dec_hook=_read_secret)
     except msgspec.ValidationError as e:
         raise _locate(tree, ClusterConfig, "") or ConfigError("configuration", str(e)) from None
     _check_consistency(config)
     return config
 
 
-def dump_config(config: ClusterConfig) -> dict[str, Any]:
-    """The resolved configuration as plain data, all defaults filled in."""
-    plain: dict[str, Any] = msgspec.to_builtins(config)
+def dump_config(config: ClusterConfig, *, with_secret: bool = False) -> dict[str, Any]:
+    """The resolved configuration as plain data, all defaults filled in.
+
+    `with_secret`: for a process that is to run it. Else the secret is replaced by a text that `parse_config` refuses.
+    """
+    plain: dict[str, Any] = msgspec.to_builtins(
+        config, enc_hook=lambda secret: secret.reveal() if with_secret else NOT_SHOWN
+    )
     return plain
+
+
+NOT_SHOWN = "<not shown>"
+"""Shorter than any secret."""
+
+
+def _read_secret(kind: type, value: Any) -> Any:
+    assert kind is Secret, kind
+    return value if isinstance(value, Secret) else Secret(value)
+
+
+def _shown(path: str, value: Any) -> Any:
+    """What an error at `path` may say of the value: of all that may be or hold a secret, nothing."""
+    return None if path.partition(".")[0] == "security" else value
 
 
 def _check_consistency(config: ClusterConfig) -> None:
@@ -265,17 +378,61 @@ def _check_consistency(config: ClusterConfig) -> None:
             value=config.liveness.timeout_s,
             allowed=f">= {2 * config.liveness.heartbeat_s}",
         )
-    if config.transfer.transport == "shm":
+    transport = config.transfer.transport_kind
+    with_faults = config.transfer.transport.startswith(FAULTY)
+    if transport not in TRANSPORTS or not (with_faults or transport == config.transfer.transport):
+        raise ConfigError(
+            "transfer.transport",
+            "has an impossible value",
+            value=config.transfer.transport,
+            allowed=f"{', '.join(TRANSPORTS)}; for rehearsals {FAULTY}zmq+tcp?drop=0.01&seed=3, or so",
+        )
+    if transport == "shm":
         for name, pool in config.pools.items():
             if pool.device == "cuda":
                 problem = "cannot be cuda with transfer.transport: shm, which maps memory of the CPU"
                 raise ConfigError(f"pools.{name}.device", problem, value="cuda", allowed="cpu")
-    if config.transfer.transport == "inproc" and config.launcher == "ray":
+    if transport == "cuda-ipc":
+        for name, pool in config.pools.items():
+            if not pool.may_use_gpu:
+                problem = "must be cuda with transfer.transport: cuda-ipc, which maps memory of GPUs"
+                raise ConfigError(f"pools.{name}.device", problem, value=pool.device, allowed="cuda")
+    _check_formats(config)
+    if config.security.secret is not None and transport in UNENCRYPTED_TRANSPORTS and config.ray.address:
+        raise ConfigError(
+            "transfer.transport",
+            "would send KV blocks in clear between machines, while security.secret is set",
+            value=transport,
+            allowed="auto, zmq+tcp, or a network of your own that you trust, without a secret",
+        )
+    if transport == "inproc" and config.launcher == "ray":
         raise ConfigError(
             "transfer.transport",
             "cannot join workers in separate processes",
             value="inproc",
             allowed="auto, shm or zmq+tcp with launcher: ray",
+        )
+
+
+def _check_formats(config: ClusterConfig) -> None:
+    """Blocks that are re-sliced or encoded on their way need a transport that can carry them."""
+    transport = config.transfer.transport_kind
+    if config.mixes_block_sizes and transport in FIXED_BLOCK_TRANSPORTS:
+        sizes = {name: config.block_size_of(pool) for name, pool in config.pools.items() if pool.workers}
+        name = next(name for name in sizes if config.pools[name].block_size is not None)
+        raise ConfigError(
+            f"pools.{name}.block_size",
+            f"differs between pools ({', '.join(f'{pool}: {size}' for pool, size in sizes.items())}), and "
+            f"transfer.transport: {transport} moves blocks as they are",
+            value=sizes[name],
+            allowed="one block size for all, or transfer.transport: auto, inproc, zmq+tcp or zmq+ipc",
+        )
+    if config.transfer.wire_encoding != "none" and transport not in ENCODING_TRANSPORTS:
+        raise ConfigError(
+            "transfer.wire_encoding",
+            f"has no effect with transfer.transport: {transport}, which moves blocks as they are",
+            value=config.transfer.wire_encoding,
+            allowed=f"none, or transfer.transport: {', '.join(ENCODING_TRANSPORTS)}",
         )
 
 
@@ -287,7 +444,7 @@ def _set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
         if child is None:
             child = node[key] = {}
         if not isinstance(child, dict):
-            raise ConfigError(dotted, f"cannot be set: {key} is not a section", value=child)
+            raise ConfigError(dotted, f"cannot be set: {key} is not a section", value=_shown(dotted, child))
         node = child
     node[last] = value
 
@@ -297,14 +454,15 @@ def _locate(value: Any, expected: Any, path: str) -> ConfigError | None:
     here = path or "configuration"
     if isinstance(expected, type) and issubclass(expected, msgspec.Struct):
         if not isinstance(value, dict):
-            return ConfigError(here, "must be a mapping", value=value, allowed=", ".join(expected.__struct_fields__))
+            shown = _shown(here, value)
+            return ConfigError(here, "must be a mapping", value=shown, allowed=", ".join(expected.__struct_fields__))
         fields = {field.name: field.type for field in msgspec.structs.fields(expected)}
         for key, child in value.items():
             child_path = f"{path}.{key}" if path else str(key)
             if key not in fields:
                 close = difflib.get_close_matches(str(key), fields, n=1)
                 hint = f"unknown key, did you mean `{close[0]}`?" if close else "unknown key"
-                return ConfigError(child_path, hint, value=child, allowed=", ".join(sorted(fields)))
+                return ConfigError(child_path, hint, value=_shown(child_path, child), allowed=", ".join(sorted(fields)))
             if (error := _locate(child, fields[key], child_path)) is not None:
                 return error
         return None
@@ -316,9 +474,11 @@ def _locate(value: Any, expected: Any, path: str) -> ConfigError | None:
                 return error
         return None
     try:
-        msgspec.convert(value, expected, strict=True)
+        msgspec.convert(value, expected, strict=True, dec_hook=_read_secret)
     except msgspec.ValidationError as e:
-        return ConfigError(here, "has an impossible value", value=value, allowed=_allowed(expected, str(e)))
+        return ConfigError(
+            here, "has an impossible value", value=_shown(here, value), allowed=_allowed(expected, str(e))
+        )
     return None
 
 

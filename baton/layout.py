@@ -5,10 +5,13 @@ Knows shapes and sizes only; must not know torch (`baton.engine.kv_cache` turns 
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from baton.errors import LayoutError
 
+Extent = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -19,11 +22,11 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     in one contiguous span of `block_bytes` bytes, which is sent without gathering.
     """
 
-    num_layers: int
-    num_kv_heads: int
-    block_size: int
-    head_dim: int
-    dtype: str
+    num_layers: Extent
+    num_kv_heads: Extent
+    block_size: Extent
+    head_dim: Extent
+    dtype: Annotated[str, msgspec.Meta(pattern="^(float32|bfloat16|float16)$")]
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
@@ -48,10 +51,13 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         return -(-num_tokens // self.block_size)
 
     def require_compatible(self, other: KVLayout, *, ours: str, theirs: str) -> None:
-        """Raise LayoutError naming the first differing field and both values; `ours`/`theirs` name the sides."""
+        """Raise LayoutError naming the first differing field and both values; `ours`/`theirs` name the sides.
+
+        Block sizes may differ: blocks are re-sliced on their way (`kv_transfer.wire_format`).
+        """
         for name in self.__struct_fields__:
             mine, other_value = getattr(self, name), getattr(other, name)
-            if mine != other_value:
+            if mine != other_value and name != "block_size":
                 raise LayoutError(
                     f"KV layouts differ in {name}: {ours} has {mine}, {theirs} has {other_value}; "
                     f"configure both workers alike"

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from baton.audit import Holding
 from baton.engine.request import ChunkDone, Ended, PromptDone
 from baton.protocol import (
     AttemptFailed,
@@ -46,6 +47,8 @@ class ShipBlocks(msgspec.Struct, frozen=True):
     peer: str
     transfer: TransferId
     blocks: tuple[tuple[int, int], ...]
+    lives: tuple[int, ...]
+    """Of each block: `BlockPool.lives`. A block of the same life has the same content, so it is hashed once."""
 
 
 class ReceiveBlocks(msgspec.Struct, frozen=True):
@@ -55,6 +58,9 @@ class ReceiveBlocks(msgspec.Struct, frozen=True):
     transfer: TransferId
     refs: tuple[int, ...]
     blocks: tuple[tuple[int, int], ...]
+    landing: Any = None
+    """`kv_transfer.wire_format.Landing`, of blocks in another format than the pool's: where they go once they are here.
+    `blocks` then has no local ids."""
 
 
 class CancelTransfer(msgspec.Struct, frozen=True):
@@ -64,13 +70,15 @@ class CancelTransfer(msgspec.Struct, frozen=True):
 
 
 class DropLink(msgspec.Struct, frozen=True):
-    """Tear the data link to this peer down: a lease ran out while frames were unsent."""
+    """Tear the data link to this peer down: it was cut, or a lease ran out while frames were unsent."""
 
     peer: str
+    forget: bool = False
+    """The peer is lost: nothing will be said to it either."""
 
 
 class ConnectPeer(msgspec.Struct, frozen=True):
-    """Connect control and data to this worker (once per incarnation)."""
+    """Connect control and data to this worker, as far as they are not."""
 
     worker: WorkerInfo
 
@@ -124,7 +132,13 @@ class LinkDown(msgspec.Struct, frozen=True):
     reason: str
 
 
-PeerEvent = FromDecode | FromPrefill | Shipped | BlocksSent | BlocksReceived | LinkDown
+class ControlRestored(msgspec.Struct, frozen=True):
+    """The control connection to this decode worker was cut and is back: messages of both sides may be lost."""
+
+    peer: str
+
+
+PeerEvent = FromDecode | FromPrefill | Shipped | BlocksSent | BlocksReceived | LinkDown | ControlRestored
 
 
 class PeerLinks(Protocol):
@@ -194,11 +208,21 @@ class SendPort(Protocol):
         """The transport no longer reads these source blocks."""
         ...
 
-    def on_link_lost(self, peer: str, reason: str, now: float) -> list[Action]: ...
+    def on_link_lost(self, peer: str, reason: str, now: float) -> list[Action]:
+        """The data link to `peer` was cut: make a new one and ship again what may be lost."""
+        ...
+
+    def on_control_restored(self, peer: str, now: float) -> list[Action]:
+        """Messages to and from `peer` may be lost: ask again what is unanswered."""
+        ...
 
     def next_deadline(self) -> float | None: ...
 
     def on_deadline(self, now: float) -> list[Action]: ...
+
+    def holdings(self) -> list[Holding]:
+        """Every transfer, also one that has ended while the transport still reads its blocks."""
+        ...
 
 
 class ReceivePort(Protocol):
@@ -220,8 +244,14 @@ class ReceivePort(Protocol):
         """The router aborts; unknown keys are a no-op."""
         ...
 
-    def on_link_lost(self, peer: str, reason: str, now: float) -> list[Action]: ...
+    def on_link_lost(self, peer: str, reason: str, now: float) -> list[Action]:
+        """The data link from `peer` was cut: it may come back."""
+        ...
 
     def next_deadline(self) -> float | None: ...
 
     def on_deadline(self, now: float) -> list[Action]: ...
+
+    def holdings(self) -> list[Holding]:
+        """Every transfer, also one that has ended while the transport still reads its blocks."""
+        ...

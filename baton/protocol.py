@@ -1,59 +1,49 @@
 """Messages between client, router and workers, and the identities they carry.
 
-Worker to worker messages are in `kv_transfer.messages`; bytes are `baton.codec`'s business.
+What may be asked of sampling is in `baton.sampling_params`, the block ledger in `baton.ledger`; worker to worker
+messages are in `kv_transfer.messages`; bytes are `baton.codec`'s business.
 Everything here is immutable plain data. Times are seconds on the router's monotonic clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
 from baton.layout import KVLayout
+from baton.ledger import AskLedger, ClusterLedger, LedgerReport, LedgerRequest
+from baton.sampling_params import PromptLogprobs, SamplingParams, TokenId, TokenIds, TokenLogprobs
+from baton.wire import Count, Marks, Message, Name, Reason, RequestId, Seconds, Timeout, Words
 
 PROTOCOL_VERSION = 3
-
-MAX_PROMPT_TOKENS = 1 << 20
-"""More than any model here reads; bounds what a peer can make us allocate."""
 
 MAX_TEXT = 4 << 20
 """Characters of a prompt, whatever its parts."""
 
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
-TokenIds = Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Priority = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 """Lower is served earlier; 0 is usual."""
 NumSamples = Annotated[int, msgspec.Meta(ge=1, le=64)]
 
-MAX_CONSTRAINT = 1 << 16
-"""Characters of a schema, expression or grammar."""
-MAX_CHOICES = 1024
-MAX_LOGPROBS = 20
-"""Most probable tokens that are reported for one place."""
-MAX_PROMPT_LOGPROBS = 1 << 18
-"""Log probabilities of a whole prompt, which travel in one message."""
-Choice = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
-Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
-LogitBias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
-BadSequence = Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1, max_length=64)]
-NumLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
-
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+Incarnation = Annotated[str, msgspec.Meta(max_length=200)]
+MAX_WORKERS = 1024
+"""Of one cluster. More names than these are refused, so that peers cannot make the router remember any number."""
+MAX_STEP_TOKENS = 1 << 16
+"""Tokens of one step, and so entries of one `Tokens` message."""
 
 
 class RequestKey(NamedTuple):
     """One attempt at one sample of a request. `request_id`: 128 bits in hex, minted by the router."""
 
-    request_id: str
-    attempt: int
-    sample: int = 0
+    request_id: RequestId
+    attempt: Count
+    sample: Count = 0
     """Which of the request's answers, from 0; each is a request of its own to the workers."""
 
     def __str__(self) -> str:
@@ -67,12 +57,12 @@ class TransferId(NamedTuple):
     current one, is of a former life and is refused.
     """
 
-    request_id: str
-    attempt: int
-    sample: int
-    source: str
+    request_id: RequestId
+    attempt: Count
+    sample: Count
+    source: Incarnation
     """Incarnation of the prefill worker."""
-    target: str
+    target: Incarnation
     """Incarnation of the decode worker."""
 
     @property
@@ -83,104 +73,10 @@ class TransferId(NamedTuple):
         return f"{self.request_id[:8]}/{self.attempt}.{self.sample}"
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Base: encoded as `[tag, field, ...]`. New fields go last and have a default."""
-
-
-class StructuredOutput(_Message, frozen=True, tag=2):
-    """What form the output's text must have; see `baton.engine.structured`."""
-
-    kind: Literal["json", "json_object", "regex", "choice", "grammar"]
-    """A JSON schema, any JSON object, a regular expression, one of several texts, a grammar in Lark's notation."""
-    text: Annotated[str, msgspec.Meta(max_length=MAX_CONSTRAINT)] = ""
-    """The schema, expression or grammar; a schema is the text of a JSON value."""
-    choices: Annotated[tuple[Choice, ...], msgspec.Meta(max_length=MAX_CHOICES)] = ()
-
-    @classmethod
-    def json(cls, schema: Mapping[str, Any] | bool | str) -> StructuredOutput:
-        """JSON that follows this schema, given as Python data or as text."""
-        return cls("json", schema if isinstance(schema, str) else msgspec.json.encode(schema).decode())
-
-    @classmethod
-    def json_object(cls) -> StructuredOutput:
-        """Any JSON object."""
-        return cls("json_object")
-
-    @classmethod
-    def regex(cls, pattern: str) -> StructuredOutput:
-        """Text that this regular expression matches as a whole."""
-        return cls("regex", pattern)
-
-    @classmethod
-    def choice(cls, texts: Iterable[str]) -> StructuredOutput:
-        """One of these texts."""
-        return cls("choice", choices=tuple(texts))
-
-    @classmethod
-    def grammar(cls, text: str) -> StructuredOutput:
-        """Text of a grammar in Lark's notation."""
-        return cls("grammar", text)
-
-
-class SamplingParams(_Message, frozen=True, tag=1):
-    """How tokens are chosen. With `temperature` 0 the most probable token, else by the counter-based stream.
-
-    What each does to the probabilities, and in which order, says `baton.engine.sampler`.
-    """
-
-    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 256
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
-    seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] | None = None
-    """The router mints one where it is missing, so a retried attempt samples the same tokens."""
-    ignore_eos: bool = False
-    stop_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=1024)] = ()
-    top_k: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
-    """Only the k most probable tokens, those as probable as the k-th included; 0: off."""
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
-    """Only the fewest most probable tokens that together have this probability."""
-    min_p: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
-    """Only tokens with at least this share of the most probable token's probability."""
-    min_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
-    """The first so many output tokens are none that would end the request (EOS unless ignored, `stop_token_ids`)."""
-    presence_penalty: Penalty = 0.0
-    """Taken from the logit of each token that is in the output."""
-    frequency_penalty: Penalty = 0.0
-    """Taken from a token's logit as often as the token is in the output."""
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
-    """Divides the positive logits of tokens that are in the prompt or the output, multiplies the negative ones."""
-    logit_bias: Annotated[dict[TokenId, LogitBias], msgspec.Meta(max_length=1024)] = {}
-    """Added to the logits of these tokens."""
-    allowed_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1, max_length=1 << 18)] | None = None
-    """Only these tokens."""
-    bad_token_ids: Annotated[tuple[BadSequence, ...], msgspec.Meta(max_length=1024)] = ()
-    """Sequences that the output must not contain: the last id of one is forbidden after its other ids."""
-    logprobs: NumLogprobs | None = None
-    """Report the log probability of each output token, and of so many most probable ones at its place."""
-    prompt_logprobs: NumLogprobs | None = None
-    """The same of the prompt's tokens; its first one has none."""
-    structured: StructuredOutput | None = None
-
-
-class TokenLogprobs(NamedTuple):
-    """How probable the model held a token: natural logarithms, before sampling parameters change anything."""
-
-    token: TokenId
-    logprob: float
-    rank: Count
-    """Tokens of the vocabulary at least as probable, itself included: 1 is the most probable one."""
-    top_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_LOGPROBS)] = ()
-    """The most probable tokens, as many as were asked for, best first; of equals the lower id."""
-    top_logprobs: Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_LOGPROBS)] = ()
-
-
-PromptLogprobs = Annotated[tuple[TokenLogprobs | None, ...], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
-"""One entry per prompt token; the first is None, as nothing comes before it."""
-
-
 # --- worker and router ---------------------------------------------------------------------------
 
 
-class WorkerInfo(_Message, frozen=True, tag=10):
+class WorkerInfo(Message, frozen=True, tag=10):
     """What a worker is and where it listens; sent when it joins and handed on to its peers."""
 
     worker_id: Name
@@ -198,51 +94,51 @@ class WorkerInfo(_Message, frozen=True, tag=10):
     """ZeroMQ endpoint for session messages."""
     data_address: Name
     """Transport URL for KV blocks (`zmq+tcp://10.0.0.2:40123`)."""
-    node: str = ""
-    device: str = "cpu"
-    cores: tuple[int, ...] = ()
+    node: Words = ""
+    device: Words = "cpu"
+    cores: Annotated[tuple[Count, ...], msgspec.Meta(max_length=4096)] = ()
     """CPU cores that the worker is pinned to; empty: not pinned."""
-    gpu_ids: tuple[int, ...] = ()
+    gpu_ids: Annotated[tuple[Count, ...], msgspec.Meta(max_length=256)] = ()
     """GPUs that Ray reserved for it on its node."""
-    pid: int = 0
-    engine: str = ""
+    pid: Count = 0
+    engine: Words = ""
     """What computes, and in which dtype, in words."""
 
 
-class Join(_Message, frozen=True, tag=11):
+class Join(Message, frozen=True, tag=11):
     """Worker to router, first message."""
 
     version: int
     worker: WorkerInfo
-    sent_at: float
+    sent_at: Seconds
     """Worker's own monotonic clock; echoed, for the clock offset."""
-    clock: str = ""
+    clock: Words = ""
     """`baton.clock.clock_id()` of the worker."""
 
 
-class Joined(_Message, frozen=True, tag=12):
+class Joined(Message, frozen=True, tag=12):
     """Router to worker. With another `clock`: `offset = ((received_at - echo) + (sent_at - now)) / 2` (NTP's)."""
 
     router_incarnation: Name
-    echo: float
-    received_at: float
-    sent_at: float
-    clock: str = ""
+    echo: Seconds
+    received_at: Seconds
+    sent_at: Seconds
+    clock: Words = ""
 
 
-class JoinRefused(_Message, frozen=True, tag=13):
+class JoinRefused(Message, frozen=True, tag=13):
     """Router to worker: it cannot work with this cluster; `reason` names both values."""
 
-    reason: str
+    reason: Reason
 
 
-class Peers(_Message, frozen=True, tag=14):
+class Peers(Message, frozen=True, tag=14):
     """Router to worker: all decode-capable workers as of now. Who is missing is lost."""
 
-    workers: tuple[WorkerInfo, ...]
+    workers: Annotated[tuple[WorkerInfo, ...], msgspec.Meta(max_length=MAX_WORKERS)]
 
 
-class LoadReport(_Message, frozen=True, tag=15):
+class LoadReport(Message, frozen=True, tag=15):
     """How full a worker is. Rides on `Tokens` and `Heartbeat`."""
 
     num_waiting: Count = 0
@@ -262,16 +158,20 @@ class LoadReport(_Message, frozen=True, tag=15):
     """Context tokens of all requests so far that looked for their KV here."""
     cache_hit_tokens: Count = 0
     """Of those, the tokens whose KV was here: neither computed nor received."""
+    stranded_blocks: Count = 0
+    """Blocks that are held and that nobody accounts for, as the last audit found (`baton.audit`)."""
+    stranded_block_seconds: float = 0.0
+    """Their number, summed over the time since they were found."""
 
 
-class Heartbeat(_Message, frozen=True, tag=16):
+class Heartbeat(Message, frozen=True, tag=16):
     """Both ways, every `liveness.heartbeat_s`."""
 
     incarnation: Name
     load: LoadReport | None = None
 
 
-class Submit(_Message, frozen=True, tag=20):
+class Submit(Message, frozen=True, tag=20):
     """Router to the prefill worker: run this, and hand it to `decode` (None: keep it)."""
 
     key: RequestKey
@@ -279,21 +179,21 @@ class Submit(_Message, frozen=True, tag=20):
     sampling: SamplingParams
     prior: TokenIds = ()
     """Tokens earlier attempts already delivered: context, but not part of the prompt."""
-    decode: str | None = None
+    decode: Name | None = None
     """worker_id of the decode worker; None or the receiver itself: colocated."""
-    timeout_s: float | None = None
+    timeout_s: Timeout | None = None
     """Seconds from now after which the worker ends the attempt by itself (code `timeout`)."""
     priority: Priority = 0
 
 
-class Replace(_Message, frozen=True, tag=21):
+class Replace(Message, frozen=True, tag=21):
     """Router to the prefill worker: its hand-over was refused, offer it to this worker instead."""
 
     key: RequestKey
-    decode: str | None
+    decode: Name | None
 
 
-class Abort(_Message, frozen=True, tag=22):
+class Abort(Message, frozen=True, tag=22):
     """Router to worker: end this attempt and free all that it holds. Unknown keys are a no-op."""
 
     key: RequestKey
@@ -302,79 +202,79 @@ class Abort(_Message, frozen=True, tag=22):
 class TokenOut(NamedTuple):
     """One sampled token. `index` counts output tokens from 0 over all attempts."""
 
-    request_id: str
-    attempt: int
-    sample: int
-    index: int  # type: ignore[assignment]  # shadows tuple.index, which nobody calls here
-    token: int
+    request_id: RequestId
+    attempt: Count
+    sample: Count
+    index: Count  # type: ignore[assignment]  # shadows tuple.index, which nobody calls here
+    token: TokenId
     finish: FinishReason | None
 
 
 class MarksOut(NamedTuple):
     """Timeline marks of one attempt (`baton.timeline.Mark` -> seconds)."""
 
-    request_id: str
-    attempt: int
-    sample: int
-    marks: dict[int, float]
-    cached_tokens: int = 0
+    request_id: RequestId
+    attempt: Count
+    sample: Count
+    marks: Marks
+    cached_tokens: Count = 0
     """Tokens of the prompt whose KV the worker had cached when the attempt began, so that it did not compute them."""
 
 
 class LogprobsOut(NamedTuple):
     """What was asked to be known about the token of the same key and index, and with the first one about the prompt."""
 
-    request_id: str
-    attempt: int
-    sample: int
-    index: int  # type: ignore[assignment]
+    request_id: RequestId
+    attempt: Count
+    sample: Count
+    index: Count  # type: ignore[assignment]
     token: TokenLogprobs | None
     prompt: PromptLogprobs | None = None
 
 
-class Tokens(_Message, frozen=True, tag=23):
+class Tokens(Message, frozen=True, tag=23):
     """Worker to router, one a step: all tokens of the step, marks of requests that passed one, the load."""
 
     worker_id: Name
     incarnation: Name
-    tokens: tuple[TokenOut, ...]
-    marks: tuple[MarksOut, ...] = ()
+    tokens: Annotated[tuple[TokenOut, ...], msgspec.Meta(max_length=MAX_STEP_TOKENS)]
+    marks: Annotated[tuple[MarksOut, ...], msgspec.Meta(max_length=MAX_STEP_TOKENS)] = ()
     load: LoadReport | None = None
-    logprobs: tuple[LogprobsOut, ...] = ()
+    logprobs: Annotated[tuple[LogprobsOut, ...], msgspec.Meta(max_length=MAX_STEP_TOKENS)] = ()
     """Of those tokens of the step whose requests want them."""
 
 
-class AttemptFailed(_Message, frozen=True, tag=24):
+class AttemptFailed(Message, frozen=True, tag=24):
     """Worker to router: this attempt ended without a finish. The router may place it again."""
 
     worker_id: Name
     key: RequestKey
     code: Name
     """`refused`: the request can never run here; `transfer`, `peer_lost`, ...: may work elsewhere."""
-    message: str
+    message: Reason
 
 
-class HandoffRefused(_Message, frozen=True, tag=25):
+class HandoffRefused(Message, frozen=True, tag=25):
     """Prefill worker to router: `decode` will not take it; answer with Replace or Abort."""
 
     worker_id: Name
     key: RequestKey
-    decode: str
-    reason: str
+    decode: Name
+    reason: Reason
 
 
-class HandoffDone(_Message, frozen=True, tag=26):
+class HandoffDone(Message, frozen=True, tag=26):
     """Prefill worker to router: acknowledged by decode; what was sent."""
 
     worker_id: Name
     key: RequestKey
     blocks: Count
     bytes: Count
-    marks: dict[int, float] = {}
+    marks: Marks = {}
     """Timeline marks that only the send port sees (COMMITTED)."""
 
 
-class Leaving(_Message, frozen=True, tag=27):
+class Leaving(Message, frozen=True, tag=27):
     """Worker to router: place nothing more here, I finish what I have and go. The router echoes it.
 
     No Submit follows the echo, so from then on a worker that has nothing left has nothing to come.
@@ -386,12 +286,12 @@ class Leaving(_Message, frozen=True, tag=27):
 # --- client and router ---------------------------------------------------------------------------
 
 
-class ChatMessage(_Message, frozen=True, tag=30):
+class ChatMessage(Message, frozen=True, tag=30):
     role: Name
     content: Text
 
 
-class Generate(_Message, frozen=True, tag=31):
+class Generate(Message, frozen=True, tag=31):
     """Client to router. Exactly one of `text`, `messages`, `token_ids` is set."""
 
     label: Name
@@ -410,14 +310,14 @@ class Generate(_Message, frozen=True, tag=31):
     """Lower ones go first where requests wait, on every worker, and keep their KV blocks where one must give its up."""
 
 
-class Cancel(_Message, frozen=True, tag=32):
+class Cancel(Message, frozen=True, tag=32):
     """Client to router. The request, or only this sample of it, then ends with finish reason `abort`."""
 
     label: Name
     sample: Count | None = None
 
 
-class Delta(_Message, frozen=True, tag=33):
+class Delta(Message, frozen=True, tag=33):
     """Router to client: new tokens, in order. `text` may be empty while a character is incomplete."""
 
     label: Name
@@ -432,7 +332,7 @@ class Delta(_Message, frozen=True, tag=33):
     """With the first token of sample 0, if the request wants them."""
 
 
-class Usage(_Message, frozen=True, tag=34):
+class Usage(Message, frozen=True, tag=34):
     prompt_tokens: Count
     completion_tokens: Count
     """Of all samples."""
@@ -440,7 +340,7 @@ class Usage(_Message, frozen=True, tag=34):
     """Tokens of the prompt that prefill found in its cache instead of computing them; the sum over all samples."""
 
 
-class Done(_Message, frozen=True, tag=35):
+class Done(Message, frozen=True, tag=35):
     """Router to client, last message of a request that was accepted and did not fail.
 
     Of several samples: `finish_reason`, `marks` and the workers are those of sample 0, `attempts` the
@@ -461,7 +361,7 @@ class Done(_Message, frozen=True, tag=35):
     """Text held back until now (an incomplete character)."""
 
 
-class Failed(_Message, frozen=True, tag=36):
+class Failed(Message, frozen=True, tag=36):
     """Router to client, last message of a request that was refused or lost. `code`: see `baton.errors`."""
 
     label: str
@@ -471,11 +371,11 @@ class Failed(_Message, frozen=True, tag=36):
     request_id: str = ""
 
 
-class StatusRequest(_Message, frozen=True, tag=37):
+class StatusRequest(Message, frozen=True, tag=37):
     label: Name
 
 
-class Drain(_Message, frozen=True, tag=41):
+class Drain(Message, frozen=True, tag=41):
     """Client to router: place nothing more on this worker (or again, with `undo`). Answered by Status or Failed."""
 
     label: Name
@@ -483,20 +383,20 @@ class Drain(_Message, frozen=True, tag=41):
     undo: bool = False
 
 
-class Explain(_Message, frozen=True, tag=42):
+class Explain(Message, frozen=True, tag=42):
     """Client to router: what became of this request (its id, or the start of it)? Answered by Explained or Failed."""
 
     label: Name
     request_id: Name
 
 
-class Explained(_Message, frozen=True, tag=43):
+class Explained(Message, frozen=True, tag=43):
     label: Name
     record: dict[str, Any]
     """`router.records.RequestRecord`, by field name."""
 
 
-class WorkerStatus(_Message, frozen=True, tag=38):
+class WorkerStatus(Message, frozen=True, tag=38):
     info: WorkerInfo
     load: LoadReport
     state: Literal["ready", "draining", "lost"]
@@ -505,7 +405,7 @@ class WorkerStatus(_Message, frozen=True, tag=38):
     """Parts of requests (prefills and decodes) placed there that have not ended."""
 
 
-class Status(_Message, frozen=True, tag=39):
+class Status(Message, frozen=True, tag=39):
     label: Name
     name: str
     router_incarnation: Name
@@ -515,14 +415,14 @@ class Status(_Message, frozen=True, tag=39):
     max_model_len: Count = 0
 
 
-class Alive(_Message, frozen=True, tag=40):
+class Alive(Message, frozen=True, tag=40):
     """Router to client, every `liveness.heartbeat_s` while the client has open requests.
 
     Tells a client that waits from a router that is gone, and the router that a client is gone.
     """
 
 
-ToRouterFromWorker = Join | Heartbeat | Tokens | AttemptFailed | HandoffRefused | HandoffDone | Leaving
-ToWorker = Joined | JoinRefused | Peers | Heartbeat | Submit | Replace | Abort | Leaving
-ToRouterFromClient = Generate | Cancel | StatusRequest | Drain | Explain
-ToClient = Delta | Done | Failed | Status | Alive | Explained
+ToRouterFromWorker = Join | Heartbeat | Tokens | AttemptFailed | HandoffRefused | HandoffDone | Leaving | LedgerReport
+ToWorker = Joined | JoinRefused | Peers | Heartbeat | Submit | Replace | Abort | Leaving | AskLedger
+ToRouterFromClient = Generate | Cancel | StatusRequest | Drain | Explain | LedgerRequest
+ToClient = Delta | Done | Failed | Status | Alive | Explained | ClusterLedger

@@ -6,6 +6,7 @@
 Both act on the core under one lock that is held for microseconds and never while a step runs, so an
 offer, an abort or an arriving block does not wait for a step to end. What the core answers is
 executed by the I/O thread; an eventfd wakes it. Nothing polls: an idle worker only sends heartbeats.
+With each heartbeat an idle worker checks that it holds no block (`baton.audit`).
 This module decides nothing, that is the core's; and it does not know how blocks move.
 """
 
@@ -25,8 +26,9 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from baton.clock import clock_id
-from baton.codec import Codec
+from baton.codec import MAX_MESSAGE_BYTES, Codec
 from baton.errors import ClusterError, JoinRefusedError, ProtocolError
+from baton.ledger import AskLedger
 from baton.ports import Action, PeerEvent, PeerLinks, ToRouter
 from baton.protocol import (
     PROTOCOL_VERSION,
@@ -44,6 +46,7 @@ from baton.protocol import (
     ToRouterFromWorker,
     ToWorker,
 )
+from baton.security import HANDSHAKE_EVENTS, Handshakes, Security, worth_saying
 from baton.worker_core import WorkerCore
 
 if TYPE_CHECKING:
@@ -54,6 +57,8 @@ log = logging.getLogger(__name__)
 _FROM_ROUTER: Codec[Any] = Codec(ToWorker)
 _TO_ROUTER: Codec[Any] = Codec(ToRouterFromWorker)
 
+MAX_PROBLEM = 4000
+"""Characters of what a step raised that are handed on: of what libraries say there may be pages."""
 ROUTER_LOST_AFTER = 5
 """Times the liveness timeout that the router may be silent before a worker ends the router's requests:
 ending work too early costs more than ending it late."""
@@ -64,7 +69,8 @@ class EngineWorker:
 
     `cores`: CPU cores that both threads are pinned to, and the number of compute threads; None leaves
     both as they are. `heartbeat_s`, `timeout_s`: see `LivenessConfig`. `step_timeout_s`: a step that
-    takes longer makes the worker unhealthy. `log_steps`: log every step's plan and its reasons.
+    takes longer makes the worker unhealthy. `log_steps`: log every step's plan and its reasons. `security`: by what
+    it may connect to the router.
     """
 
     def __init__(
@@ -80,6 +86,7 @@ class EngineWorker:
         step_timeout_s: float = 60.0,
         log_steps: bool = False,
         cores: tuple[int, ...] | None = None,
+        security: Security | None = None,
     ):
         self.core = core
         self.info = core.info
@@ -94,7 +101,11 @@ class EngineWorker:
         self._router.setsockopt(zmq.ROUTING_ID, self.info.incarnation.encode())
         # Nothing is queued for a router that is not there: a Join would reach the next one late, as a second life.
         self._router.setsockopt(zmq.IMMEDIATE, 1)
-        self._monitor = self._router.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        security = security or Security(None)
+        security.secure_client(self._router)
+        self._handshakes = Handshakes(security)
+        self._monitor = self._router.get_monitor_socket(HANDSHAKE_EVENTS | int(zmq.EVENT_DISCONNECTED))
         self._router.setsockopt(zmq.LINGER, 0)
         self._router.setsockopt(zmq.SNDHWM, 0)  # a lost token is lost for ever; a stuck router is noticed by liveness
         self._router_address = router_address
@@ -117,11 +128,15 @@ class EngineWorker:
         self._ended = threading.Event()
         self._router_incarnation: str | None = None
         self._refusal: str | None = None
+        self._shut_out: str | None = None
+        """Why the router's socket does not let this worker in."""
         self._failure: BaseException | None = None
         self._offset = 0.0
         """Router's monotonic clock minus ours, measured at the first join; zero on the same machine."""
         self._router_seen = 0.0
         self._connected = False
+        self._num_refused = 0
+        """Messages of peers that no correct peer sends."""
         self._join_sent = 0.0
         self._step_since: float | None = None
         self._threads = [
@@ -135,7 +150,8 @@ class EngineWorker:
     def start(self, timeout_s: float = 30.0) -> None:
         """Start both threads and join the router.
 
-        Raises JoinRefusedError where the router will not have this worker, ClusterError where it does not answer.
+        Raises JoinRefusedError where the router will not have this worker, ClusterError where it does not answer, or
+        does not let it in.
         """
         for thread in self._threads:
             thread.start()
@@ -144,6 +160,9 @@ class EngineWorker:
             raise ClusterError(
                 f"{self.info.worker_id}: no answer from the router at {self._router_address} within {timeout_s:g} s"
             )
+        if self._shut_out is not None:
+            self.stop()
+            raise ClusterError(f"{self.info.worker_id}: the router at {self._router_address} {self._shut_out}")
         if self._refusal is not None:
             self.stop()
             raise JoinRefusedError(f"{self.info.worker_id}: {self._refusal}")
@@ -184,16 +203,22 @@ class EngineWorker:
 
     def health(self) -> dict[str, Any]:
         """Healthy means that the engine makes progress, not only that the process exists."""
-        since = self._step_since
-        step_s = 0.0 if since is None else time.monotonic() - since
-        problem = None
-        if self._failure is not None:
-            problem = f"a thread died: {self._failure!r}"
-        elif step_s > self._step_timeout_s:
-            problem = f"a step has been running for {step_s:.0f} s"
+        problem, step_s = self._problem()
         with self._condition:
             load = self._load()
         return {"healthy": problem is None, "problem": problem, "step_s": step_s, "load": load}
+
+    def _problem(self) -> tuple[str | None, float]:
+        """Why this worker is not healthy, or None; seconds that the present step has taken."""
+        since = self._step_since
+        step_s = 0.0 if since is None else time.monotonic() - since
+        if self._failure is not None:
+            return f"a thread died: {self._failure!r}", step_s
+        if step_s > self._step_timeout_s:
+            return f"a step has been running for {step_s:.0f} s", step_s
+        if self._shut_out is not None:
+            return f"the router at {self._router_address} {self._shut_out}", step_s
+        return None, step_s
 
     def num_held_blocks(self) -> int:
         """Blocks that are not free now."""
@@ -219,7 +244,7 @@ class EngineWorker:
                 tokens = self._runner.run(plan)
             except Exception as e:  # whatever a step raises ends its requests, not the worker
                 log.exception("%s: a step of %d tokens failed", self.info.worker_id, plan.total_tokens)
-                problem = f"{type(e).__name__}: {e}"
+                problem = f"{type(e).__name__}: {e}"[:MAX_PROBLEM]
                 with condition:
                     self._outbox.extend(core.fail_step(plan, problem, self._now()))
             else:
@@ -298,7 +323,7 @@ class EngineWorker:
             self._send_router(Leaving(self.info.incarnation))
         if self._leaving and not self._idle.is_set():
             with self._condition:
-                idle = not self._outbox and not self.core.engine.live() and not self.core.num_held_blocks()
+                idle = not self._outbox and self.core.is_idle
             if idle:
                 self._idle.set()
 
@@ -312,7 +337,9 @@ class EngineWorker:
         try:
             self._handle(self.core.on_peer_event, event)
         except ProtocolError as e:  # a port refuses a message before it changes anything
-            log.warning("%s: %s", self.info.worker_id, e)
+            self._num_refused += 1
+            if worth_saying(self._num_refused):
+                log.warning("%s: %s (%d so far)", self.info.worker_id, e, self._num_refused)
 
     def _execute_outbox(self) -> None:
         """Execute the actions, and those that follow from what the links report at once."""
@@ -352,14 +379,23 @@ class EngineWorker:
                         self._router_lost("another router answers at its address")
                 case Leaving(incarnation) if incarnation == self.info.incarnation:
                     self._leaving = True
+                case AskLedger():
+                    self._send_ledger(message)
                 case Submit() | Replace() | Abort() | Peers():
                     self._handle(self.core.on_router_message, message)
 
     def _read_monitor(self) -> None:
         """Join at every new connection. A message may have been lost with the old one, so it ends what ran over it."""
         while self._monitor.poll(0):
-            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+            message = parse_monitor_message(self._monitor.recv_multipart())
+            event = int(message["event"])
+            if (problem := self._handshakes.problem(event, int(message["value"]))) is not None:
+                log.error("%s: the router at %s %s", self.info.worker_id, self._router_address, problem)
+                self._shut_out = problem
+                self._joined.set()
             self._connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if self._connected:
+                self._shut_out = None
             if self._connected:
                 self._send_join()
             elif self._router_incarnation is not None:
@@ -380,6 +416,9 @@ class EngineWorker:
         self._send_router(Join(PROTOCOL_VERSION, self.info, time.monotonic(), clock_id()))
 
     def _beat(self, now: float) -> None:
+        with self._condition:
+            self.core.audit_if_idle(self._now())
+        self._tell_findings()
         if self._router_incarnation is None:
             if self._connected and now - self._join_sent > self._router_timeout_s:
                 self._send_join()
@@ -390,6 +429,23 @@ class EngineWorker:
         with self._condition:
             load = self._load()
         self._send_router(Heartbeat(self.info.incarnation, load))
+
+    def _send_ledger(self, ask: AskLedger) -> None:
+        problem, _ = self._problem()
+        with self._condition:
+            report = self.core.ledger_report(ask, self._now(), problem)
+        self._tell_findings()
+        self._send_router(report)
+
+    def _tell_findings(self) -> None:
+        """Log what audits have found, each finding once."""
+        for finding in self.core.take_findings():
+            log.error(
+                "%s: %s. That is a bug of Baton. The blocks stay held, as nobody can tell whether something still uses "
+                "them; to have them back drain this worker and start it anew",
+                self.info.worker_id,
+                finding,
+            )
 
     def _router_lost(self, problem: str) -> None:
         level = logging.WARNING if self.core.engine.live() else logging.INFO

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
+from baton.audit import Audit, Holding, StrandedBlocks, take_stock
 from baton.engine.core import EngineCore
 from baton.engine.request import ChunkDone, Effect, Emit, Ended, EngineRequest, PromptDone, StepPlan
 from baton.errors import RequestError
+from baton.ledger import MAX_BLOCK_IDS, MAX_ENTRIES, MAX_FINDINGS, AskLedger, Finding, LedgerEntry, LedgerReport
 from baton.ports import (
     Action,
     BlocksReceived,
     BlocksSent,
+    ControlRestored,
     FromDecode,
     FromPrefill,
     LinkDown,
@@ -49,6 +54,8 @@ class WorkerCore:
         self.engine = engine
         self.send = send
         self.receive = receive
+        self.stranded = StrandedBlocks()
+        self._new_findings: list[Finding] = []
 
     # --- events ---------------------------------------------------------------------------------
 
@@ -80,6 +87,8 @@ class WorkerCore:
                 actions = send.on_sent(transfer, indices, now)
             case BlocksReceived(transfer, checksums) if receive:
                 actions = receive.on_received(transfer, checksums, now)
+            case ControlRestored(peer) if send:
+                actions = send.on_control_restored(peer, now)
             case LinkDown(peer, reason):
                 for port in (send, receive):
                     actions = actions + (port.on_link_lost(peer, reason, now) if port else [])
@@ -131,11 +140,75 @@ class WorkerCore:
         return self._after(actions, now)
 
     def load(self) -> LoadReport:
-        return self.engine.load()
+        load, stranded = self.engine.load(), self.stranded
+        if not stranded.num_blocks and not stranded.block_seconds:
+            return load
+        return msgspec.structs.replace(
+            load, stranded_blocks=stranded.num_blocks, stranded_block_seconds=stranded.block_seconds
+        )
 
     def num_held_blocks(self) -> int:
         """Blocks that are not free; zero once every request and transfer has ended (principle 4)."""
         return self.engine.pool.num_blocks - self.engine.pool.num_free
+
+    # --- audit ----------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """No request can advance and no transfer is open, so no block may be held."""
+        return not self.engine.is_busy and not self._holdings()
+
+    def ledger(self, now: float, *, block_ids: bool = False) -> list[LedgerEntry]:
+        """Who holds blocks, or waits for some, and why; stranded ones first, then by blocks."""
+        return self.audit(now, block_ids=block_ids).entries
+
+    def audit(self, now: float, *, block_ids: bool = False) -> Audit:
+        """Account for every block (`baton.audit`). Right at any moment; takes time in proportion to the pool."""
+        audit = take_stock(self.engine, self._holdings(), now, block_ids=block_ids)
+        self._new_findings += self.stranded.observe(audit, now)
+        return audit
+
+    def audit_if_idle(self, now: float) -> None:
+        """To be called now and then: audits if nothing is going on, and yet a block is held."""
+        if not self.is_idle:
+            self.stranded.advance(now)
+        elif self.num_held_blocks():
+            self.audit(now)
+        else:
+            self.stranded.observe(None, now)
+
+    def take_findings(self) -> list[Finding]:
+        """What audits have found since the last call; each finding is told once."""
+        findings, self._new_findings = self._new_findings, []
+        return findings
+
+    def ledger_report(self, ask: AskLedger, now: float, problem: str | None = None) -> LedgerReport:
+        """The answer to the router. `problem`: why the worker is not healthy."""
+        audit, load = self.audit(now, block_ids=ask.block_ids), self.load()
+        room = MAX_BLOCK_IDS
+        entries: list[LedgerEntry] = []
+        for entry in audit.entries[:MAX_ENTRIES]:
+            if len(entry.block_ids) > room:
+                entry = msgspec.structs.replace(entry, block_ids=entry.block_ids[:room])
+            room -= len(entry.block_ids)
+            entries.append(entry)
+        return LedgerReport(
+            worker_id=self.info.worker_id,
+            number=ask.number,
+            blocks_total=load.blocks_total,
+            blocks_free=load.blocks_free,
+            blocks_cached=load.blocks_cached,
+            entries=tuple(entries),
+            num_entries=len(audit.entries),
+            findings=tuple(audit.findings[:MAX_FINDINGS]),
+            stranded_blocks=len(audit.stranded),
+            phantom_blocks=audit.num_phantom,
+            stranded_block_seconds=load.stranded_block_seconds,
+            problem=problem,
+        )
+
+    def _holdings(self) -> list[Holding]:
+        return [holding for port in (self.send, self.receive) if port is not None for holding in port.holdings()]
 
     # --- inside ---------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from baton.config import Secret
 from baton.errors import ClusterError
 from baton.protocol import Status, WorkerStatus
 from baton_cli.output import out, spinner
@@ -12,9 +13,9 @@ from router.client import RouterClient
 LOOK_EVERY_S = 0.2
 
 
-def run_drain(address: str, worker_id: str, *, undo: bool, timeout_s: float) -> None:
+def run_drain(address: str, worker_id: str, *, undo: bool, timeout_s: float, secret: Secret | None = None) -> None:
     """Raises InvalidRequestError for an unknown worker, ClusterError if it is not drained in time."""
-    with RouterClient(address) as client:
+    with RouterClient(address, secret=secret) as client:
         worker = _find(client.drain(worker_id, undo=undo), worker_id)
         if undo:
             out.print(f"{worker_id} gets new requests again")
@@ -38,5 +39,9 @@ def _find(status: Status, worker_id: str) -> WorkerStatus:
 
 
 def _drained(worker: WorkerStatus) -> bool:
-    """Nothing placed there is open, and by its own word it holds no block (a hand-over may still be on its way)."""
-    return worker.num_outstanding == 0 and worker.load.blocks_free == worker.load.blocks_total
+    """Nothing placed there is open, and by its own word it holds no block (a hand-over may still be on its way).
+
+    Stranded blocks come free only with the worker's end.
+    """
+    load = worker.load
+    return worker.num_outstanding == 0 and load.blocks_free + load.stranded_blocks == load.blocks_total

@@ -6,17 +6,20 @@ import signal
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 import yaml
 
-from baton.config import ClusterConfig, dump_config, load_config, parse_yaml
+from baton.config import ClusterConfig, Secret, dump_config, environment_secret, load_config, parse_yaml
 from baton.errors import ConfigError, InvalidRequestError
-from baton.protocol import StructuredOutput
+from baton.sampling_params import StructuredOutput
 from baton_cli.guard import guarded, interrupt
 from baton_cli.output import completion_data, logprobs_table, out, print_json, status_data, status_table, timeline_table
+
+if TYPE_CHECKING:
+    from router.client import RouterClient
 
 app = typer.Typer(
     name="baton",
@@ -99,11 +102,8 @@ def down(
 @app.command(epilog="Example: baton status --json")
 def status(cluster: ClusterName = None, address: Address = None, as_json: AsJson = False) -> None:
     """Show a cluster's workers, where they are pinned, and how full they are."""
-    from router.client import RouterClient
-
-    where = _address(cluster, address)
-    with RouterClient(where) as client:
-        answer = client.status()
+    with _client(cluster, address) as client:
+        where, answer = client.address, client.status()
     if as_json:
         print_json(status_data(answer, where))
     else:
@@ -119,15 +119,30 @@ def explain(
 ) -> None:
     """Show where a request that ended went, why it was placed so, and where its time went."""
     from baton_cli.output import record_tables
-    from router.client import RouterClient
 
-    with RouterClient(_address(cluster, address)) as client:
+    with _client(cluster, address) as client:
         record = client.explain(request_id)
     if as_json:
         print_json(msgspec.to_builtins(record))
     else:
         for table in record_tables(record):
             out.print(table)
+
+
+@app.command(epilog="Example: baton doctor --worker decode-0 --block-ids")
+def doctor(
+    worker: Annotated[str | None, typer.Option(help="Only this worker; default: all.", show_default=False)] = None,
+    block_ids: Annotated[bool, typer.Option("--block-ids", help="Also list the blocks, by id.")] = False,
+    cluster: ClusterName = None,
+    address: Address = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show who holds which KV blocks, why and until when. Exit status 1 if something is wrong."""
+    from baton_cli.doctor import run_doctor
+
+    with _client(cluster, address) as client:
+        if not run_doctor(client, worker, block_ids=block_ids, as_json=as_json):
+            raise typer.Exit(1)
 
 
 @app.command(epilog="Example: baton drain prefill-0")
@@ -141,7 +156,8 @@ def drain(
     """Take a worker out: it gets nothing new, finishes what it has, hands over what it owes."""
     from baton_cli.drain import run_drain
 
-    run_drain(_address(cluster, address), worker, undo=undo, timeout_s=timeout_s)
+    where, secret = _where(cluster, address)
+    run_drain(where, worker, undo=undo, timeout_s=timeout_s, secret=secret)
 
 
 @app.command(epilog='Example: baton submit "What is the capital of France?" --temperature 0 --json')
@@ -175,13 +191,11 @@ def submit(
     as_json: AsJson = False,
 ) -> None:
     """Ask a running cluster; the answer streams."""
-    from router.client import RouterClient
-
     if text == "-":
         text = sys.stdin.read()
     prompt: Any = text if raw else [{"role": "user", "content": text}]
     form = _form(json_schema, regex, choice)
-    with RouterClient(_address(cluster, address)) as client:
+    with _client(cluster, address) as client:
         stream = client.stream(
             prompt,
             max_tokens=max_tokens,
@@ -294,12 +308,21 @@ def _span(text: str, option: str) -> tuple[int, int]:
     return span
 
 
-def _address(cluster: str | None, address: str | None) -> str:
+def _where(cluster: str | None, address: str | None) -> tuple[str, Secret | None]:
+    """A router's address and its cluster's secret: as `baton up` recorded them, or as given, with BATON_SECRET."""
     if address is not None:
-        return address
+        return address, environment_secret()
     from baton_cluster.record import find_record
 
-    return find_record(cluster).address
+    record = find_record(cluster)
+    return record.address, record.secret
+
+
+def _client(cluster: str | None, address: str | None) -> RouterClient:
+    from router.client import RouterClient
+
+    where, secret = _where(cluster, address)
+    return RouterClient(where, secret=secret)
 
 
 def main() -> None:

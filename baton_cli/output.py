@@ -62,6 +62,8 @@ def status_data(status: Status, address: str) -> dict[str, Any]:
                 "waiting": w.load.num_waiting,
                 "running": w.load.num_running,
                 "steps": w.load.num_steps,
+                "stranded_blocks": w.load.stranded_blocks,
+                "stranded_block_seconds": round(w.load.stranded_block_seconds, 3),
                 "bytes_sent": w.load.bytes_sent,
                 "bytes_received": w.load.bytes_received,
                 "seen_s_ago": round(w.seen_s_ago, 3),
@@ -92,7 +94,8 @@ def status_table(status: Status, address: str) -> Table:
             *([w.info.node] if where else []),
             str(w.info.pid),
             " ".join(places),
-            f"{w.load.blocks_free}/{w.load.blocks_total}",
+            f"{w.load.blocks_free}/{w.load.blocks_total}"
+            + (f" ({w.load.stranded_blocks} stranded)" if w.load.stranded_blocks else ""),
             f"{w.load.num_waiting}+{w.load.num_running}",
         )
     place = f" on {nodes.pop()}" if len(nodes) == 1 else ""

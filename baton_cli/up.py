@@ -29,7 +29,13 @@ def run_up(config: ClusterConfig) -> None:
             configure_logging(config)
             cluster = stack.enter_context(launch(config, progress=lambda text: show(text)))
         show = out.print  # from now on: something was restarted
-        write_record(config.name, cluster.address, cluster.details().get("ray_address"))
+        write_record(
+            config.name,
+            cluster.address,
+            cluster.details().get("ray_address"),
+            secret=config.security.secret,
+            warnings=cluster.warnings,
+        )
         try:
             out.print(status_table(cluster.status(), cluster.address))
             for warning in cluster.warnings:
@@ -63,7 +69,7 @@ def run_detached(config: ClusterConfig) -> None:
         )
     assert owner.stdin is not None
     with owner.stdin as pipe:
-        pipe.write(yaml.safe_dump(dump_config(config)).encode())
+        pipe.write(yaml.safe_dump(dump_config(config, with_secret=True)).encode())
     try:
         with spinner(f"starting (log: {log})"):
             record = _wait_ready(config.name, owner)
@@ -74,8 +80,10 @@ def run_detached(config: ClusterConfig) -> None:
         raise
     from router.client import RouterClient
 
-    with RouterClient(record.address) as client:
+    with RouterClient(record.address, secret=record.secret) as client:
         out.print(status_table(client.status(), record.address))
+    for warning in record.warnings:
+        err.print(f"warning: {warning}", style="yellow")
     out.print(f"{config.name} is ready at {record.address}; `baton down {config.name}` ends it; log: {log}")
 
 

@@ -23,11 +23,15 @@ def worker_core(
     eos_token_ids: Iterable[int] = (),
     pulls: bool = False,
     reach: str = "",
+    fixed_blocks: bool = False,
 ) -> WorkerCore:
-    """The worker that `info` describes, with the ports its role needs. `pulls`, `reach`: of its `KVTransport`."""
+    """The worker that `info` describes, with the ports its role needs.
+
+    `pulls`, `reach`, `fixed_blocks`: of its `KVTransport`.
+    """
     engine = EngineCore(
         num_blocks=info.num_blocks,
-        block_size=config.engine.block_size,
+        block_size=info.layout.block_size,
         max_batch_tokens=config.engine.max_batch_tokens,
         max_batch_requests=config.engine.max_batch_requests,
         max_model_len=info.max_model_len,
@@ -46,6 +50,7 @@ def worker_core(
             fingerprint=info.fingerprint,
             layout=info.layout,
             engine=engine,
+            pulls=pulls,
             reach=reach,
         )
     if info.role != "prefill":
@@ -58,5 +63,6 @@ def worker_core(
             engine=engine,
             pulls=pulls,
             reach=reach,
+            fixed_blocks=fixed_blocks,
         )
     return WorkerCore(info, engine, send, receive)

@@ -11,11 +11,13 @@ from baton.config import ClusterConfig
 from baton.engine.build import BuiltRunner
 from baton.engine.staging import StagedBlocks
 from baton.protocol import WorkerInfo
+from baton.security import Security
 from baton.worker import EngineWorker
 from baton_cluster.assemble import worker_core
 from baton_cluster.specs import WorkerSpec
 from kv_transfer.links import ZmqPeerLinks
 from kv_transfer.registry import open_transport
+from kv_transfer.wire_format import wire_encoding
 
 
 def build_worker(
@@ -40,14 +42,18 @@ def build_worker(
     role = config.role_of(spec.pool)
     cache = built.kv_cache
     incarnation = secrets.token_hex(8)
-    opened = open_transport(transport)
+    security = Security(config.security.secret)
+    opened = open_transport(transport, security)
     links = ZmqPeerLinks(
         incarnation=incarnation,
-        pool=cache if built.device == "cpu" else StagedBlocks(cache),
+        pool=cache if built.device == "cpu" or opened.reaches_gpu else StagedBlocks(cache),
         transport=opened,
         context=context,
         host=host,
         checksums=config.transfer.checksum != "none",
+        layout=cache.layout,
+        encoding=wire_encoding(config.transfer),
+        security=security,
     )
     info = WorkerInfo(
         worker_id=spec.worker_id,
@@ -69,7 +75,14 @@ def build_worker(
         engine=built.engine,
     )
     return EngineWorker(
-        worker_core(config, info, eos_token_ids=built.spec.eos_token_ids, pulls=opened.pulls, reach=opened.reach),
+        worker_core(
+            config,
+            info,
+            eos_token_ids=built.spec.eos_token_ids,
+            pulls=opened.pulls,
+            reach=opened.reach,
+            fixed_blocks=opened.fixed_blocks,
+        ),
         built.runner,
         links,
         router_address=router_address,
@@ -78,4 +91,5 @@ def build_worker(
         timeout_s=config.liveness.timeout_s,
         log_steps=config.engine.log_steps,
         cores=cores,
+        security=security,
     )

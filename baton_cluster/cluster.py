@@ -29,10 +29,10 @@ class Cluster:
 
     def client(self) -> RouterClient:
         """A client of this cluster's router; close it, or use it in a `with` block."""
-        return RouterClient(self.address)
+        return RouterClient(self.address, secret=self.config.security.secret)
 
     def async_client(self) -> AsyncRouterClient:
-        return AsyncRouterClient(self.address)
+        return AsyncRouterClient(self.address, secret=self.config.security.secret)
 
     def status(self) -> Status:
         with self.client() as client:

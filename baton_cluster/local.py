@@ -15,6 +15,7 @@ import zmq
 from baton.config import ClusterConfig
 from baton.engine.build import build_runner
 from baton.engine.weights import resolve_model
+from baton.security import exposure
 from baton.worker import EngineWorker
 from baton_cluster.build import build_worker
 from baton_cluster.cluster import Cluster, Progress, no_progress
@@ -38,9 +39,11 @@ class LocalCluster(Cluster):
         progress: Progress = no_progress,
     ):
         self.config = config
-        self.warnings: list[str] = []
+        warning = exposure([config.router.host], config.security.secret)
+        self.warnings: list[str] = [] if warning is None else [warning]
         self.workers: dict[str, EngineWorker] = {}
-        transport = resolve_transport(config.transfer.transport, one_process=True)
+        encodes = config.transfer.wire_encoding != "none"
+        transport = resolve_transport(config.transfer.transport, one_process=True, encodes=encodes)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router: RouterServer | None = None
         try:

@@ -9,6 +9,7 @@ Whatever fails, or Ctrl-C, undoes what was done so far.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections import defaultdict
@@ -19,6 +20,7 @@ import msgspec
 from baton.config import ClusterConfig, PoolConfig, dump_config
 from baton.engine.weights import resolve_model
 from baton.errors import BatonError, ClusterError, ConfigError
+from baton.security import exposure
 from baton_cluster.actors import RouterActor, WorkerActor
 from baton_cluster.cluster import Cluster, Progress, no_progress
 from baton_cluster.cores import assign_cores
@@ -26,6 +28,8 @@ from baton_cluster.ray_session import RaySession
 from baton_cluster.specs import WorkerSpec, worker_specs
 from baton_cluster.supervisor import Supervisor
 from kv_transfer.registry import resolve_transport, shares_memory
+
+log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 10.0
 """A worker ends after the step it is in; one that takes longer is killed."""
@@ -126,6 +130,10 @@ class RayCluster(Cluster):
             self._router_host = self._get(self._router.where.remote())["node_ip"]
             for slot, place in zip(slots, places, strict=True):
                 slot.host = place["node_ip"]
+        hosts = [self.config.router.host, self._router_host, *(slot.host for slot in slots)]
+        if (warning := exposure(hosts, self.config.security.secret)) is not None:
+            log.warning("%s", warning)
+            self.warnings.append(warning)
         self._choose_transport(slots, places)
         self._progress("loading the model")
         start_router = self._router.start.remote(self._model_path, self._router_host)
@@ -151,7 +159,7 @@ class RayCluster(Cluster):
         return (
             self._ray.remote(RouterActor)
             .options(num_cpus=0, max_concurrency=4, scheduling_strategy=place)
-            .remote(dump_config(config or self.config))
+            .remote(dump_config(config or self.config, with_secret=True))
         )
 
     def _new_worker(self, slot: _Slot) -> Any:
@@ -169,22 +177,29 @@ class RayCluster(Cluster):
         return (
             self._ray.remote(WorkerActor)
             .options(**options)
-            .remote(dump_config(self.config), slot.spec.worker_id, slot.spec.pool)
+            .remote(dump_config(self.config, with_secret=True), slot.spec.worker_id, slot.spec.pool)
         )
 
     def _choose_transport(self, slots: list[_Slot], places: list[dict[str, Any]]) -> None:
-        """`auto` takes `shm` if all workers are on one node, compute on its CPUs, and can map each other's memory."""
+        """`auto` takes `shm` if all workers are on one node, compute on its CPUs, and can map each other's memory.
+
+        And if blocks travel as they are.
+        """
         name = self.config.transfer.transport
         reaches = {place["memory"] for place in places}
         one_memory = len(reaches) == 1 and "" not in reaches
-        if name == "shm" and not one_memory:
+        if self.config.transfer.transport_kind == "shm" and not one_memory:
             where = sorted({f"{place['hostname']} ({place['node_ip']}, {place['memory']})" for place in places})
             problem = f"workers cannot map each other's memory; they are on {' and on '.join(where)}"
             raise ConfigError("transfer.transport", problem, value=name, allowed="auto, zmq+tcp")
         one_node = len({place["node_id"] for place in places}) == 1
         can_share = one_memory and one_node and not any(self.config.pools[s.spec.pool].may_use_gpu for s in slots)
+        can_share = can_share and not self.config.mixes_block_sizes
+        encodes = self.config.transfer.wire_encoding != "none"
         for slot in slots:
-            slot.transport = resolve_transport(name, one_process=False, can_share=can_share, host=slot.host)
+            slot.transport = resolve_transport(
+                name, one_process=False, can_share=can_share, encodes=encodes, host=slot.host
+            )
 
     def _load(self, slot: _Slot) -> Any:
         return slot.actor.load.remote(slot.cores, shares_memory(slot.transport))

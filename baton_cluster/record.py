@@ -1,18 +1,21 @@
 """What `baton up` leaves for other shells: where the cluster listens and which process owns it.
 
 One JSON file per cluster name. A record whose process is gone (the pid is reused or dead) counts as absent.
+It holds the cluster's secret, so that other shells of its user can connect: file and folder are for that user alone.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import psutil
 
-from baton.errors import ClusterError
+from baton.config import Secret
+from baton.errors import ClusterError, ConfigError
 
 
 class ClusterRecord(msgspec.Struct):
@@ -23,6 +26,9 @@ class ClusterRecord(msgspec.Struct):
     ray_address: str | None
     pid: int
     pid_started: float
+    secret: Secret | None = None
+    warnings: list[str] = []
+    """What `baton up` has to say about it."""
 
 
 def records_folder() -> Path:
@@ -39,15 +45,25 @@ def log_file(name: str) -> Path:
     return records_folder() / f"{name}.log"
 
 
-def write_record(name: str, address: str, ray_address: str | None) -> None:
+def write_record(
+    name: str,
+    address: str,
+    ray_address: str | None,
+    *,
+    secret: Secret | None = None,
+    warnings: Sequence[str] = (),
+) -> None:
     """Record that this process owns the cluster. Raises ClusterError if another living one has the name."""
     claim_name(name)
     process = psutil.Process()
-    record = ClusterRecord(name, address, ray_address, process.pid, process.create_time())
+    record = ClusterRecord(name, address, ray_address, process.pid, process.create_time(), secret, list(warnings))
     folder = records_folder()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = folder / f".{name}.{os.getpid()}"
-    temporary.write_bytes(msgspec.json.encode(record))
+    temporary.unlink(missing_ok=True)
+    # Created for its owner alone, before anything stands in it; the folder may be shared, if BATON_RUNTIME says so.
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(record, enc_hook=Secret.reveal))
     temporary.replace(_file(name))
 
 
@@ -112,8 +128,10 @@ def _file(name: str) -> Path:
 
 def _read(name: str) -> ClusterRecord | None:
     try:
-        record = msgspec.json.decode(_file(name).read_bytes(), type=ClusterRecord)
+        record = msgspec.json.decode(
+            _file(name).read_bytes(), type=ClusterRecord, dec_hook=lambda kind, text: kind(text)
+        )
         alive = psutil.Process(record.pid).create_time() == record.pid_started
-    except (OSError, msgspec.DecodeError, psutil.NoSuchProcess):
+    except (OSError, msgspec.DecodeError, ConfigError, psutil.NoSuchProcess):
         return None
     return record if alive else None

@@ -16,20 +16,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from baton.config import ClusterConfig
 from baton.engine.memory import DEFAULT_KV_MIB
 from baton.errors import ClusterError, ConfigError
 from baton.layout import KVLayout
-from baton.protocol import (
-    PROTOCOL_VERSION,
-    FinishReason,
-    Heartbeat,
-    Join,
-    Joined,
-    JoinRefused,
-    SamplingParams,
-    WorkerInfo,
-)
+from baton.protocol import PROTOCOL_VERSION, FinishReason, Heartbeat, Join, Joined, JoinRefused, WorkerInfo
+from baton.sampling_params import SamplingParams
 from baton.timeline import RequestTimeline
 from baton_cluster.assemble import worker_core
 from baton_cluster.history import LifeEvent, LifeHistory
@@ -37,6 +31,7 @@ from baton_cluster.latency import LatencyModel, LinkModel
 from baton_cluster.simulated_worker import IsDamaged, NextToken, SimulatedWorker
 from baton_cluster.specs import WorkerSpec, worker_specs
 from baton_cluster.virtual_clock import Alarm, VirtualClock
+from kv_transfer.wire_format import wire_encoding
 from router.actions import NewTokens, RequestDone, RequestFailed, RouterAction, SendWorker
 from router.core import RouterCore
 
@@ -107,7 +102,8 @@ class SimulatedCluster:
     """Workers have joined when the constructor returns; then `submit`, plan faults, and `run`.
 
     `latency`: of an engine step, for all workers or by pool. `layout`: what a KV block is (its size decides
-    what a transfer takes, and how many fit `kv_memory_mib`). `is_damaged` corrupts blocks on their way.
+    what a transfer takes, and how many fit `kv_memory_mib`); a pool's own `block_size`
+    replaces the layout's. `is_damaged` corrupts blocks on their way.
     `history` records every request's life history (costs about as much as the simulation itself).
     """
 
@@ -180,7 +176,8 @@ class SimulatedCluster:
     def run(self, until: float | None = None) -> list[SimulatedRequest]:
         """Go on until `until` (seconds), or until all requests have ended and no worker holds a block.
 
-        Returns the requests that have ended, in the order of `submit`. ClusterError if some never end.
+        Returns the requests that have ended, in the order of `submit`. ClusterError if some never end. At the end every
+        worker is audited: AssertionError if a block is held that nobody accounts for.
         """
         clock = self.clock
         if until is not None:
@@ -290,7 +287,8 @@ class SimulatedCluster:
 
     def _start_worker(self, spec: WorkerSpec, life: int) -> None:
         pool = self.config.pools[spec.pool]
-        num_blocks = pool.kv_blocks or ((pool.kv_memory_mib or DEFAULT_KV_MIB) << 20) // self._layout.block_bytes
+        layout = msgspec.structs.replace(self._layout, block_size=self.config.block_size_of(pool))
+        num_blocks = pool.kv_blocks or ((pool.kv_memory_mib or DEFAULT_KV_MIB) << 20) // layout.block_bytes
         limit = self.config.model.max_model_len or self._max_model_len
         info = WorkerInfo(
             worker_id=spec.worker_id,
@@ -298,9 +296,9 @@ class SimulatedCluster:
             pool=spec.pool,
             role=self.config.role_of(spec.pool),
             fingerprint="simulated",
-            layout=self._layout,
+            layout=layout,
             num_blocks=num_blocks,
-            max_model_len=min(limit, num_blocks * self._layout.block_size),
+            max_model_len=min(limit, num_blocks * layout.block_size),
             max_batch_requests=self.config.engine.max_batch_requests,
             control_address=f"simulated://{spec.worker_id}",
             data_address=f"simulated://{spec.worker_id}",
@@ -319,6 +317,7 @@ class SimulatedCluster:
             to_router=self._send_router,
             heartbeat_s=self.config.liveness.heartbeat_s,
             lease_s=self.config.transfer.lease_s,
+            encoding=wire_encoding(self.config.transfer),
         )
         self._send_router(info.incarnation, Join(PROTOCOL_VERSION, info, self.clock.now))
         self.clock.after(self.config.liveness.heartbeat_s, worker.beat)
@@ -348,6 +347,9 @@ class SimulatedCluster:
         give_up = self.clock.now + 3 * self.config.transfer.lease_s + self.config.liveness.timeout_s
         while self.num_held_blocks() and (at := self.clock.next_at()) is not None and at <= give_up:
             self.clock.step()
+        for worker_id, worker in self.workers.items():
+            findings = worker.core.audit(self.clock.now).findings if worker.alive else []
+            assert not findings, f"{worker_id}: {'; '.join(map(str, findings))}"
 
     def _check_progress(self) -> None:
         if self._num_open and self.clock.now > self._news_at + STUCK_S:

@@ -40,6 +40,7 @@ from baton_cluster.latency import LatencyModel, LinkModel, StepFailed
 from baton_cluster.virtual_clock import Alarm, VirtualClock
 from kv_transfer.expected import ExpectedBlocks
 from kv_transfer.messages import Hello
+from kv_transfer.wire_format import Encoding, WireFormat
 
 CHECKSUM = 1
 DAMAGED = 2
@@ -91,6 +92,7 @@ class SimulatedWorker:
         to_router: Callable[[str, Any], None],
         heartbeat_s: float,
         lease_s: float,
+        encoding: Encoding = "plain",
     ):
         self.core = core
         self.info = core.info
@@ -111,7 +113,8 @@ class SimulatedWorker:
         self._fabric = fabric
         self._to_router = to_router
         self._heartbeat_s = heartbeat_s
-        self._block_bytes = self.info.layout.block_bytes
+        self._block_bytes = WireFormat(self.info.layout, encoding).block_bytes
+        """Of what it sends."""
         self._piece_blocks = max(1, int(link.bytes_per_s * lease_s / PIECES_PER_LEASE / self._block_bytes))
         self._outbox: deque[Action] = deque()
         self._plan: StepPlan | None = None
@@ -263,5 +266,5 @@ class SimulatedWorker:
         if self._is_damaged is not None:
             checksums = {i: DAMAGED if self._is_damaged(transfer, i) else CHECKSUM for i in checksums}
         if checksums:
-            self.bytes_received += len(checksums) * self._block_bytes
+            self.bytes_received += len(checksums) * self._fabric[sender]._block_bytes
             self.on_peer_event(BlocksReceived(transfer, checksums))

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from baton.config import ClusterConfig, dump_config
+from baton.config import ClusterConfig, Secret, dump_config
 from baton.errors import BatonError, ConfigError
 from baton_cluster.ray_cluster import RayCluster, bundle
 from baton_cluster.ray_session import RaySession
@@ -86,6 +86,7 @@ def run(
     `session` (None: one of its own) and ended. Raises ConfigError if the placements differ in size.
     """
     require_equal_resources(plan.placements)
+    secret = config.security.secret
     with ExitStack() as stack:
         running = dict(clusters or {})
         missing = [placement for placement in plan.placements if placement not in running]
@@ -104,14 +105,14 @@ def run(
         records: list[RequestRecord] = []
         for placement in plan.placements:
             progress(f"warming up {placement}")
-            asyncio.run(_warm_up(running[placement].address, placement, plan, vocab_size))
+            asyncio.run(_warm_up(running[placement].address, secret, placement, plan, vocab_size))
         for seed, rate, placement in plan.points():
             progress(f"{placement} at {rate:g} requests/s")
             requests = synthetic(
                 rate=rate, num_requests=plan.num_requests, lengths=plan.lengths, vocab_size=vocab_size, seed=seed
             )
             label = {"placement": placement, "rate": rate, "seed": seed}
-            records += asyncio.run(_run_point(running[placement].address, requests, label, on_record))
+            records += asyncio.run(_run_point(running[placement].address, secret, requests, label, on_record))
         return records
 
 
@@ -134,17 +135,17 @@ def resolved(config: ClusterConfig, plan: Plan) -> dict[str, Any]:
     return {"cluster": dump_config(config), "plan": msgspec.to_builtins(plan)}
 
 
-async def _warm_up(address: str, placement: str, plan: Plan, vocab_size: int) -> None:
+async def _warm_up(address: str, secret: Secret | None, placement: str, plan: Plan, vocab_size: int) -> None:
     """As many requests at once as there are workers, not recorded: first steps pay for memory and connections."""
     requests = synthetic(
         rate=1, num_requests=num_workers(placement), lengths=plan.lengths, vocab_size=vocab_size, seed=-1
     )
-    async with AsyncRouterClient(address) as client:
+    async with AsyncRouterClient(address, secret=secret) as client:
         await asyncio.gather(*(client.generate(list(r.prompt), max_tokens=4, ignore_eos=True) for r in requests))
 
 
 async def _run_point(
-    address: str, requests: list[PlannedRequest], label: dict[str, Any], on_record: OnRecord
+    address: str, secret: Secret | None, requests: list[PlannedRequest], label: dict[str, Any], on_record: OnRecord
 ) -> list[RequestRecord]:
     start = time.monotonic()
 
@@ -182,5 +183,5 @@ async def _run_point(
         on_record(record)
         return record
 
-    async with AsyncRouterClient(address) as client:
+    async with AsyncRouterClient(address, secret=secret) as client:
         return list(await asyncio.gather(*(one(i, r, client) for i, r in enumerate(requests))))

@@ -23,7 +23,7 @@ def with_placement(config: ClusterConfig, placement: str) -> ClusterConfig:
         pools = {"prefill": int(match[1]), "decode": int(match[2])}
     else:
         raise ConfigError("placement", "is unknown", value=placement, allowed=_ALLOWED)
-    tree: dict[str, Any] = dump_config(config)
+    tree: dict[str, Any] = dump_config(config, with_secret=True)
     template = {**tree["pools"][next(iter(config.pools))], "role": None}
     tree["pools"] = {name: {**template, "workers": workers} for name, workers in pools.items()}
     tree["name"] = re.sub(r"[^A-Za-z0-9]+", "-", f"{config.name}-{placement}")

@@ -24,9 +24,11 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from typing import Any, Protocol
 
+from baton.audit import Holding
 from baton.engine.request import EngineRequest
 from baton.errors import LayoutError, ProtocolError, RequestError
 from baton.layout import KVLayout
+from baton.ledger import Reason
 from baton.ports import Action, CancelTransfer, ReceiveBlocks, ToPeer, ToRouter
 from baton.protocol import PROTOCOL_VERSION, AttemptFailed, RequestKey, TransferId
 from kv_transfer.deadlines import Deadlines
@@ -45,7 +47,14 @@ from kv_transfer.messages import (
     Welcome,
 )
 from kv_transfer.session import Counters, Event, RecvSession, Side, State
+from kv_transfer.wire_format import Landing, WireFormat
 
+MAX_PEERS = 1024
+"""Lives of prefill workers that are remembered, those with open transfers aside."""
+SOME_OFFERS = 64
+"""So many may wait, whatever is in them."""
+MAX_OFFERS, MAX_OFFERED_TOKENS = 1 << 14, 1 << 24
+"""Of one prefill worker: offers that may wait for blocks here, and tokens in them. More are refused."""
 MAX_ANSWERS = 4096
 """Ended transfers whose answer is remembered, for questions that come late or again."""
 
@@ -95,6 +104,7 @@ class ReceivePort:
         verify: bool = True,
         pulls: bool = False,
         reach: str = "",
+        fixed_blocks: bool = False,
     ):
         self._worker_id = worker_id
         self._incarnation = incarnation
@@ -106,10 +116,15 @@ class ReceivePort:
         self._verify = verify
         self._reach = reach
         """Where blocks can come from: `KVTransport.reach`."""
+        self._fixed_blocks = fixed_blocks
+        """The transport carries blocks of this pool's format only."""
+        self._format = WireFormat(layout)
+        self._formats: dict[str, WireFormat] = {}
+        """What the blocks of each welcomed incarnation are on the wire."""
         self._pulls = pulls
         """The transport fetches what a `Data` names; else blocks are announced with the Accept."""
-        self._greeted: set[str] = set()
-        """Incarnations of prefill workers that were welcomed."""
+        self._greeted: OrderedDict[str, str] = OrderedDict()
+        """worker_id by incarnation of the prefill workers that were welcomed, those heard of last at the end."""
         self._lives: dict[str, str] = {}
         """worker_id -> the incarnation that introduced itself last."""
         self._sessions: dict[TransferId, RecvSession] = {}
@@ -146,9 +161,9 @@ class ReceivePort:
             case Data():
                 return self._on_data(session, message, now)
             case Commit():
-                if not session.commit(message, now):
-                    return []
-                return self._settle(session, now)
+                is_new = session.commit(message, now)
+                self._heard_of(session)
+                return self._settle(session, now) if is_new else []
             case AbortTransfer():
                 session.happens(Event.ABORT, Side.PREFILL)
                 return self._close(session, AbortTransfer(transfer, "ended by the prefill worker"), now, tell=False)
@@ -167,10 +182,25 @@ class ReceivePort:
             # not tell which is older), that costs the living one its open transfers, but it is not shut out.
             former = self._lives.get(hello.worker_id)
             if former is not None:
-                actions = self.on_link_lost(former, f"{hello.worker_id} was restarted as {peer}", now)
+                actions = self._peer_lost(former, f"{hello.worker_id} was restarted as {peer}", now)
             self._lives[hello.worker_id] = peer
-            self._greeted.add(peer)
+            self._greeted[peer] = hello.worker_id
+            self._forget_peers()
+        self._greeted.move_to_end(peer)
+        self._formats[peer] = WireFormat(hello.layout, hello.encoding)
         return [*actions, ToPeer(peer, Welcome(self._worker_id, self._incarnation))]
+
+    def _forget_peers(self) -> None:
+        """Of many lives, forget the one that was heard of longest ago and has nothing open here."""
+        if len(self._greeted) <= MAX_PEERS:
+            return
+        busy = {transfer.source for transfer in self._sessions}
+        oldest = next((peer for peer in self._greeted if peer not in busy), None)
+        if oldest is not None:
+            worker_id = self._greeted.pop(oldest)
+            self._formats.pop(oldest, None)
+            if self._lives.get(worker_id) == oldest:
+                del self._lives[worker_id]
 
     def _unfit(self, hello: Hello) -> str | None:
         """Why KV blocks of that worker cannot be used here, naming both values."""
@@ -186,24 +216,42 @@ class ReceivePort:
             self._layout.require_compatible(hello.layout, ours=self._worker_id, theirs=hello.worker_id)
         except LayoutError as e:
             return str(e)
-        return None
+        return self._not_carried(WireFormat(hello.layout, hello.encoding), hello.worker_id)
+
+    def _not_carried(self, theirs: WireFormat, worker_id: str) -> str | None:
+        """Why the transport cannot carry blocks of this format, if they are not like those here."""
+        ours = self._format
+        if not self._fixed_blocks or theirs == ours:
+            return None
+        if theirs.layout != ours.layout:
+            what, there, here = "block_size", str(theirs.layout.block_size), str(ours.layout.block_size)
+        else:
+            what, there, here = "encoding", theirs.encoding, ours.encoding
+        return (
+            f"{what} of KV blocks differs: {worker_id} has {there}, {self._worker_id} has {here}, and this transport "
+            f"({self._reach}) moves blocks as they are; set transfer.transport: zmq+tcp"
+        )
 
     def _on_offer(self, peer: str, offer: Offer, now: float) -> list[Action]:
         transfer = offer.transfer
         session = self._sessions.get(transfer)
         if session is not None:
             session.happens(Event.OFFER, Side.PREFILL)  # again; answer again, the Accept may be lost
+            self._heard_of(session)
             return [] if session.state is State.OFFERED else [ToPeer(peer, Accept(transfer, session.prefix_blocks))]
         if transfer in self._answers:
             self.counters["ignored"] += 1
             return [ToPeer(peer, self._answers[transfer])]
         if peer not in self._greeted:
             raise ProtocolError(f"worker {peer} makes an offer before its Hello")
+        self._greeted.move_to_end(peer)
         num_context = len(offer.prompt) + len(offer.prior)
-        num_blocks = self._layout.num_blocks_for(num_context)
+        wire = self._formats[peer]
+        num_blocks = wire.layout.num_blocks_for(num_context)
         session = RecvSession(offer, num_blocks, lease_s=self._lease_s, now=now, counters=self.counters)
+        session.format = wire
         self.counters["offered"] += 1
-        reason = self._inadmissible(offer)
+        reason = self._inadmissible(offer) or self._overload(offer)
         if reason is not None:
             session.happens(Event.REFUSE, Side.DECODE)
             return [self._remember(transfer, Refuse(transfer, reason))]
@@ -230,22 +278,36 @@ class ReceivePort:
             return f"{num_tokens} tokens can never fit the KV pool of {self._worker_id}"
         return None
 
+    def _overload(self, offer: Offer) -> str | None:
+        """Why this offer cannot even wait: its worker has too many waiting here."""
+        if len(self._waiting) < SOME_OFFERS:
+            return None
+        peer = offer.transfer.source
+        waiting = [request.num_context for t, (_, request) in self._waiting.items() if t.source == peer]
+        if len(waiting) < MAX_OFFERS and sum(waiting) + len(offer.prompt) + len(offer.prior) <= MAX_OFFERED_TOKENS:
+            return None
+        return f"{len(waiting)} offers of {peer} with {sum(waiting)} tokens wait at {self._worker_id} already"
+
     def _on_data(self, session: RecvSession, message: Data, now: float) -> list[Action]:
         indices = set(message.indices)
         if not indices <= set(session.sent_indices()) or len(indices) != len(message.refs):
             raise ProtocolError(f"transfer {session.transfer}: Data names blocks outside of the transfer")
         session.happens(Event.DATA, Side.PREFILL)
+        if session.state is State.OPEN:
+            session.renew(now)
+        self._heard_of(session)
         if not indices:  # P is still at it
-            if session.state is State.OPEN:
-                session.renewed_at = now
-                self._schedule(session)
             return []
-        new = [(i, ref) for i, ref in zip(message.indices, message.refs, strict=True) if i not in session.announced]
+        # Again with another ref: the link was cut, and what was lent over it is void. What is here already is fetched
+        # again too: P does not know, and would wait for it with the link's credit.
+        pairs = zip(message.indices, message.refs, strict=True)
+        new = [pair for pair in pairs if session.is_lent_anew(*pair)]
         if not new or not self._pulls:
             self.counters["ignored"] += 1
             return []
-        blocks = session.announce(i for i, _ in new)
-        return [ReceiveBlocks(session.transfer.source, session.transfer, tuple(ref for _, ref in new), blocks)]
+        blocks = session.lend(new)
+        refs = tuple(ref for _, ref in new)
+        return [ReceiveBlocks(session.transfer.source, session.transfer, refs, blocks, session.landing)]
 
     def _on_late(self, message: Data | Commit | AbortTransfer) -> list[Action]:
         """For a transfer that has ended here, or that was never heard of."""
@@ -279,16 +341,14 @@ class ReceivePort:
         return self._close(session, AbortTransfer(session.transfer, "aborted by the router"), now)
 
     def on_link_lost(self, peer: str, reason: str, now: float) -> list[Action]:
-        """P or the link to it is gone. What is committed D finishes alone; the rest goes back to the router."""
+        """The link from P was cut. If P lives, it makes a new one, and answers within `RELINK_S`."""
         actions: list[Action] = []
-        for session in [s for s in self._sessions.values() if s.transfer.source == peer]:
-            if session.ended:
-                continue  # the engine refused it when the end of another one before made room for it
-            if session.state is State.COMMITTED:
-                actions += self._recompute(session, f"the link was lost: {reason}", now)
-                continue
-            session.happens(Event.LOST, Side.DECODE)
-            actions += self._fail(session, "peer_lost", f"the prefill worker or the link to it is lost: {reason}", now)
+        for session in self._sessions.values():
+            if session.transfer.source == peer:
+                session.cut(reason, now)
+                self._schedule(session)
+                if session.state is not State.OFFERED:
+                    actions.append(ToPeer(peer, Accept(session.transfer, session.prefix_blocks)))
         return actions
 
     # --- time -----------------------------------------------------------------------------------
@@ -306,12 +366,18 @@ class ReceivePort:
             text = f"no progress for {self._lease_s:g} s with {missing} blocks missing"
             if session.lease_at > now:
                 self._schedule(session)
+            elif session.lost_at is not None:
+                actions += self._lose(session, session.loss, now)
             elif session.state is State.COMMITTED:
                 actions += self._recompute(session, text, now)
             else:
                 session.happens(Event.EXPIRE, Side.DECODE)
                 actions += self._fail(session, "transfer", text, now)
         return actions
+
+    def holdings(self) -> list[Holding]:
+        names = {incarnation: worker_id for worker_id, incarnation in self._lives.items()}
+        return [self._holding(session, names) for session in self._sessions.values()]
 
     def num_open(self) -> int:
         """Transfers that hold blocks here."""
@@ -322,6 +388,18 @@ class ReceivePort:
         return len(self._waiting)
 
     # --- inside ---------------------------------------------------------------------------------
+
+    def _holding(self, session: RecvSession, names: dict[str, str]) -> Holding:
+        if session.state is State.OFFERED:
+            reason = Reason.AWAITING_BLOCKS
+        elif session.state is State.COMMITTED:
+            reason = Reason.COMMITTED
+        else:
+            reason = Reason.RECEIVING if session.received else Reason.RESERVED
+        source = session.transfer.source
+        peer, blocks = names.get(source, source), session.blocks
+        since, lease_at = session.changed_at, session.lease_at
+        return Holding(session.transfer.key, reason, since, lease_at, len(blocks), peer, source, blocks)
 
     def _admit(self, now: float) -> list[Action]:
         """Reserve for waiting offers as far as blocks are free. The receive is posted before the Accept is said."""
@@ -341,13 +419,46 @@ class ReceivePort:
             if blocks is None:
                 break
             del self._waiting[transfer]
-            session.accept(blocks, request.num_prefix_blocks, now)
+            self._accept(session, request, blocks, now)
             if not self._pulls and session.sent_indices():
                 pairs = session.announce(session.sent_indices())
-                actions.append(ReceiveBlocks(transfer.source, transfer, (), pairs))
+                actions.append(ReceiveBlocks(transfer.source, transfer, (), pairs, session.landing))
             actions.append(ToPeer(transfer.source, Accept(transfer, session.prefix_blocks)))
             self._schedule(session)
         return actions
+
+    def _accept(self, session: RecvSession, request: EngineRequest, blocks: list[int], now: float) -> None:
+        wire = session.format
+        if wire is None or wire == self._format:
+            session.accept(blocks, request.num_prefix_blocks, now)
+            return
+        # What is here are whole blocks of this pool, or all. A wire block that goes on behind it is sent in full; what
+        # that repeats is not written, as others may be reading it.
+        num_context = request.num_context
+        here = min(request.num_prefix_blocks * self._layout.block_size, num_context)
+        prefix_blocks = session.num_blocks if here == num_context else here // wire.layout.block_size
+        local = tuple(blocks[: self._layout.num_blocks_for(num_context)])
+        session.accept(local, prefix_blocks, now, landing=Landing(wire, local, num_context, here))
+
+    def _heard_of(self, session: RecvSession) -> None:
+        """P lives. That alone is no progress: in COMMITTED it only repeats what it said."""
+        session.lost_at = None
+        self._schedule(session)
+
+    def _peer_lost(self, peer: str, reason: str, now: float) -> list[Action]:
+        """P is gone for good."""
+        actions: list[Action] = []
+        for session in [s for s in self._sessions.values() if s.transfer.source == peer]:
+            if not session.ended:  # else the engine refused it when the end of another one before made room for it
+                actions += self._lose(session, reason, now)
+        return actions
+
+    def _lose(self, session: RecvSession, reason: str, now: float) -> list[Action]:
+        """P is lost. What is committed D finishes alone; the rest goes back to the router."""
+        if session.state is State.COMMITTED:
+            return self._recompute(session, f"the link was lost: {reason}", now)
+        session.happens(Event.LOST, Side.DECODE)
+        return self._fail(session, "peer_lost", f"the prefill worker or the link to it is lost: {reason}", now)
 
     def _settle(self, session: RecvSession, now: float) -> list[Action]:
         """Adopt, recompute, or wait for more."""
@@ -383,7 +494,8 @@ class ReceivePort:
         transfer = session.transfer
         reply = self._forget(session, answer)
         actions: list[Action] = []
-        if len(session.received) < len(session.announced):
+        # What was lent twice may have come by the earlier ref: the transport may still write it by the other.
+        if len(session.received) < len(session.announced) or len(session.lent) > len(session.announced):
             actions.append(CancelTransfer(transfer))
         if release and session.blocks:
             self._engine.release(transfer.key, now)

@@ -17,8 +17,9 @@ def receive_port_for(
     engine: ReceiveEngine,
     pulls: bool = False,
     reach: str = "",
+    fixed_blocks: bool = False,
 ) -> ReceivePort:
-    """`pulls`, `reach`: the transport's (`kv_transfer.base.KVTransport`)."""
+    """`pulls`, `reach`, `fixed_blocks`: the transport's (`kv_transfer.base.KVTransport`)."""
     return ReceivePort(
         worker_id=worker_id,
         incarnation=incarnation,
@@ -30,4 +31,5 @@ def receive_port_for(
         verify=config.checksum != "none",
         pulls=pulls,
         reach=reach,
+        fixed_blocks=fixed_blocks,
     )

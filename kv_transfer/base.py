@@ -16,6 +16,7 @@ Rules every transport keeps, and `tests/unit/test_transport_contract.py` checks:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
@@ -39,7 +40,11 @@ class BlockMemory(Protocol):
     block_bytes: int
 
     def block(self, block_id: int) -> npt.NDArray[np.uint8]:
-        """The block's bytes, writable, without a copy; shape `[block_bytes]`."""
+        """The block's bytes, writable, without a copy; shape `[block_bytes]`.
+
+        Ids from `num_blocks` on may be buffers of any size (`kv_transfer.wire_blocks`), for transports without
+        `fixed_blocks`.
+        """
         ...
 
 
@@ -63,6 +68,13 @@ class StagedMemory(BlockMemory, Protocol):
 
     def store(self, block_ids: Sequence[int]) -> None:
         """Copy what a transport has written to these blocks' `block` into the pool, complete on return."""
+        ...
+
+    def writing(self) -> AbstractContextManager[torch.Tensor]:
+        """The pool itself, `[blocks, layers, 2, kv_heads, block_size, head_dim]`, to be written in the context.
+
+        Behind the last step that ended; complete at the end of the context.
+        """
         ...
 
     def close_views(self) -> None:
@@ -118,6 +130,8 @@ class KVTransport(Protocol):
     """Two ends can be linked if these are equal: the kind of transport and, if it stays in a machine, which one."""
     reaches_gpu: bool
     """True: a pool on a GPU (`DeviceMemory`) may be registered as it is; else it is staged through host memory."""
+    fixed_blocks: bool
+    """True: moves blocks of the registered pool only, into blocks of the same size; no other format can travel."""
 
     def register(self, pool: BlockMemory) -> None:
         """Use this pool for everything that follows. Called once, before `ship` and `receive`."""

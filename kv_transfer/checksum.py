@@ -1,5 +1,6 @@
-"""The checksum of a KV block: xxh3, 64 bits.
+"""The checksum of a KV block, 64 bits: xxh3 of bytes on the host, a sum of mixed words of bytes on a GPU.
 
+The two differ: both ends of a link hash in the same way, as their transport reaches GPUs or not (`KVTransport.reach`).
 Detects a block that was overwritten, truncated or mixed up; it is no defence against a forger.
 """
 
@@ -9,9 +10,50 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import xxhash
+
+_MASK = (1 << 64) - 1
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""Of splitmix64 (Steele, Lea, Flood 2014)."""
 
 
 def block_checksum(block: npt.NDArray[Any]) -> int:
     """xxh3_64 of the bytes of a contiguous array. Any value may come out, 0 included."""
     return xxhash.xxh3_64_intdigest(block.reshape(-1).view(np.uint8).data)
+
+
+def device_checksum(block: torch.Tensor) -> int:
+    """Of the bytes of a contiguous tensor, computed where it lies, on the current stream; waits for the result.
+
+    Equal on every device. The sum, modulo 2^64, of splitmix64's mix of each word and its position, mixed with the
+    length: the order in which a GPU adds does not matter, the order of the words does.
+    """
+    data = block.reshape(-1).view(torch.uint8)
+    num_bytes = data.numel()
+    if num_bytes % 8 or data.storage_offset() % 8:
+        padded = data.new_zeros(-(-num_bytes // 8) * 8)
+        padded[:num_bytes] = data
+        data = padded
+    words = data.view(torch.int64)
+    mixed = words + torch.arange(1, len(words) + 1, device=words.device) * _signed(_GOLDEN)
+    mixed = (mixed ^ _shifted(mixed, 30)) * _signed(_FIRST)
+    mixed = (mixed ^ _shifted(mixed, 27)) * _signed(_SECOND)
+    total = int((mixed ^ _shifted(mixed, 31)).sum()) & _MASK
+    return _mix(total ^ num_bytes)
+
+
+def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """To the right, zeros coming in: torch's own shift brings the sign."""
+    return (words >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(word: int) -> int:
+    word = (word ^ (word >> 30)) * _FIRST & _MASK
+    word = (word ^ (word >> 27)) * _SECOND & _MASK
+    return word ^ (word >> 31)
+
+
+def _signed(word: int) -> int:
+    """As int64 has it."""
+    return word - (1 << 64) if word >> 63 else word

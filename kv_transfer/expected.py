@@ -40,6 +40,10 @@ class ExpectedBlocks:
             del self._blocks[transfer]
         return block
 
+    def find(self, transfer: TransferId, index: int) -> int | None:
+        """As `claim`, which can still be called after it."""
+        return self._blocks.get(transfer, {}).get(index)
+
     def cancel(self, transfer: TransferId) -> None:
         self._blocks.pop(transfer, None)
 

@@ -49,6 +49,7 @@ class InprocTransport:
 
     pulls = False
     reaches_gpu = False
+    fixed_blocks = False
 
     def __init__(self) -> None:
         name = uuid.uuid4().hex
@@ -123,10 +124,11 @@ class InprocTransport:
         written: list[int] = []
         for index, source in shipment.blocks:
             block = self._expected.claim(shipment.transfer, index)
-            if block is None or source.nbytes != self._pool.block_bytes:
+            target = None if block is None else self._pool.block(block)
+            if target is None or source.nbytes != target.nbytes:
                 self.stats.num_dropped += 1
                 continue
-            np.copyto(self._pool.block(block), source)
+            np.copyto(target, source)
             written.append(index)
         if written:
             self.stats.blocks_written += len(written)

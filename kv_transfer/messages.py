@@ -19,12 +19,17 @@ from typing import Annotated
 import msgspec
 
 from baton.layout import KVLayout
-from baton.protocol import Count, Name, Priority, SamplingParams, TokenId, TokenIds, TransferId
+from baton.protocol import Priority, TransferId
+from baton.sampling_params import SamplingParams, TokenId, TokenIds
+from baton.wire import Count, Name, Timeout, Words
+from kv_transfer.wire_format import Encoding
 
 MAX_BLOCKS = 1 << 20
 
 BlockIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_BLOCKS)]
 Checksum = Annotated[int, msgspec.Meta(ge=0)]
+Reason = Annotated[str, msgspec.Meta(max_length=4096)]
+"""Shorter than `baton.wire.Reason`, in which it is handed on to the router."""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -34,13 +39,15 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 class Hello(_Message, frozen=True, tag=60):
     """P introduces itself on a new link. D refuses what cannot work, naming both values."""
 
-    version: int
+    version: Count
     worker_id: Name
     incarnation: Name
     fingerprint: Name
     layout: KVLayout
-    reach: str = ""
+    reach: Words = ""
     """`KVTransport.reach`: what P can move blocks by, and where to."""
+    encoding: Encoding = "plain"
+    """In which P's blocks travel; with `layout`, their `WireFormat`."""
 
 
 class Welcome(_Message, frozen=True, tag=61):
@@ -50,7 +57,7 @@ class Welcome(_Message, frozen=True, tag=61):
 
 class HelloRefused(_Message, frozen=True, tag=62):
     worker_id: Name
-    reason: str
+    reason: Reason
 
 
 class Offer(_Message, frozen=True, tag=63):
@@ -60,7 +67,7 @@ class Offer(_Message, frozen=True, tag=63):
     prompt: TokenIds
     prior: TokenIds
     sampling: SamplingParams
-    timeout_s: float | None = None
+    timeout_s: Timeout | None = None
     """Seconds from now after which D ends the request by itself."""
     priority: Priority = 0
 
@@ -74,7 +81,7 @@ class Accept(_Message, frozen=True, tag=64):
 
 class Refuse(_Message, frozen=True, tag=65):
     transfer: TransferId
-    reason: str
+    reason: Reason
 
 
 class Data(_Message, frozen=True, tag=66):
@@ -106,13 +113,13 @@ class Nack(_Message, frozen=True, tag=69):
     """D does not use the KV. `recomputing`: it goes on by itself; else P reports the attempt as failed."""
 
     transfer: TransferId
-    reason: str
+    reason: Reason
     recomputing: bool
 
 
 class AbortTransfer(_Message, frozen=True, tag=70):
     transfer: TransferId
-    reason: str
+    reason: Reason
 
 
 ToDecode = Hello | Offer | Data | Commit | AbortTransfer

@@ -28,6 +28,10 @@ Leases. P's runs while P waits for D or for the wire: frames are unsent, or the 
 from Accept to the end. Waiting for credit is nobody's lease, and while P's own engine is what takes
 long, P renews D's lease (an empty `Data`). For the answer to its Commit P waits longer than a lease: D's began
 later, and D, which can go on without the blocks that are missing, is to decide first.
+
+A cut link ends nothing by itself. P makes a new one and ships again what D may lack, under the same transfer: D writes
+each block once, whichever copy comes first. D asks P whether it is still there (its Accept again) and waits
+`RELINK_S` for a word: what P said on its own may have come before D heard of the cut. Only then does P count as lost.
 """
 
 from __future__ import annotations
@@ -40,9 +44,14 @@ from typing import ClassVar, Final
 from baton.errors import ProtocolError
 from baton.protocol import TransferId
 from kv_transfer.messages import Commit, Offer
+from kv_transfer.wire_format import LANDS, Landing, WireFormat
 
 ANSWER_LEASES: Final = 2
 """Leases that P waits for the answer to a Commit whose blocks have all left."""
+MAX_RELINKS: Final = 3
+"""New links that one transfer may need. One that has seen more fails: a new attempt elsewhere is the better bet."""
+RELINK_S: Final = 1.0
+"""Seconds from the loss of a link for which D waits to hear of the transfer again."""
 
 
 class Side(Enum):
@@ -114,6 +123,7 @@ TRANSITIONS: Final[dict[State, dict[Event, State | Ignored]]] = {
     S.OPEN: {
         E.OFFER: _,
         E.ACCEPT: _,
+        E.REFUSE: _,  # of D's next life, to a copy of the Offer that came late; the router tells of the loss
         E.DATA: S.OPEN,
         E.COMMIT: S.COMMITTED,
         E.ABORT: S.ABORTED,
@@ -123,6 +133,7 @@ TRANSITIONS: Final[dict[State, dict[Event, State | Ignored]]] = {
     S.COMMITTED: {
         E.OFFER: _,
         E.ACCEPT: _,
+        E.REFUSE: _,
         E.DATA: S.COMMITTED,
         E.COMMIT: _,
         E.ACK: S.DONE,
@@ -154,6 +165,8 @@ class Session:
         self.lease_s = lease_s
         self.renewed_at = now
         """Seconds; when the transfer last made progress."""
+        self.changed_at = now
+        """Seconds; when it came to its present state, of those that wait for the other side."""
         self._counters = counters
 
     @property
@@ -201,6 +214,11 @@ class SendSession(Session):
         """`(index, block id)`: final, and waiting for the link's credit."""
         self.unsent: set[int] = set()
         """Indices that were handed to the transport and may still be read there."""
+        self.shipped_blocks: dict[int, int] = {}
+        """Block ids by index, of what was ever handed to the transport."""
+        self.resend: set[int] = set()
+        """Indices that may have gone with a link. Queued again once the transport reads none of them."""
+        self.num_relinks = 0
         self.checksums: dict[int, int] = {}
         self.refs: dict[int, int] = {}
         """Of a transport that pulls: by what D fetches each unsent block."""
@@ -222,7 +240,7 @@ class SendSession(Session):
             return False
         self.prefix_blocks = prefix_blocks
         self.granted = True
-        self.renewed_at = self.said_at = now
+        self.renewed_at = self.said_at = self.changed_at = now
         return True
 
     def add(self, blocks: Iterable[tuple[int, int]]) -> None:
@@ -238,7 +256,28 @@ class SendSession(Session):
                 self.renewed_at = now  # the lease starts to run
             self.happens(Event.DATA, Side.PREFILL)
             self.unsent.update(index for index, _ in blocks)
+            self.shipped_blocks.update(blocks)
         return blocks
+
+    def relink(self, pulls: bool) -> bool:
+        """The link is torn down and made anew: ship again what D may lack. False: that has been done often enough.
+
+        `pulls`: the transport's `Sent` says that D has the block; else it says only that the block has left.
+        """
+        if self.num_relinks == MAX_RELINKS:
+            return False
+        if self.shipped_blocks:
+            self.num_relinks += 1
+            self.resend |= self.unsent if pulls else self.shipped_blocks.keys()
+        return True
+
+    def requeue(self) -> None:
+        """Queue what went with the link, unless the transport still reads some of it or the transfer has ended."""
+        if not self.unsent and not self.ended:
+            again = self.resend - {index for index, _ in self.queued}  # from an earlier cut, for want of credit
+            self.queued.extendleft((index, self.shipped_blocks[index]) for index in sorted(again, reverse=True))
+            self.resend.clear()
+            self.link_dropped = False
 
     def shipped(self, checksums: dict[int, int], now: float, refs: tuple[int, ...] = ()) -> None:
         """`refs`, of a transport that pulls, are in the order of `checksums`; else empty."""
@@ -267,7 +306,7 @@ class SendSession(Session):
         if self.state is not State.OPEN or self.first_token is None or len(self.checksums) < len(self.sent_indices()):
             return None
         self.happens(Event.COMMIT, Side.PREFILL)
-        self.renewed_at = self.said_at = self.committed_at = now
+        self.renewed_at = self.said_at = self.committed_at = self.changed_at = now
         return self.commit_message(checksummed)
 
     def commit_message(self, checksummed: bool) -> Commit:
@@ -299,31 +338,69 @@ class RecvSession(Session):
         super().__init__(offer, num_blocks, lease_s=lease_s, now=now, counters=counters)
         self.blocks: tuple[int, ...] = ()
         """Block ids by index, as far as the transfer writes them; empty while there is no credit."""
+        self.format: WireFormat | None = None
+        """Of its blocks on the wire; None: that of the pool."""
+        self.landing: Landing | None = None
+        """Of blocks in another format than the pool's: where they go. `blocks` has then nothing to do with indices."""
         self.announced: set[int] = set()
         """Indices the transport was told to write."""
+        self.refs: dict[int, int] = {}
+        """Of a transport that pulls: by what each announced block is fetched, as P said last."""
+        self.lent: set[tuple[int, int]] = set()
+        """Of a transport that pulls: every `(index, ref)` that P has named."""
+        self.lost_at: float | None = None
+        """When P counts as lost, unless it is heard of before; None: no link was cut."""
+        self.loss = ""
+        """How the link was cut."""
         self.received: dict[int, int] = {}
         """Checksum of what is now in the pool, by index."""
         self.committed: Commit | None = None
 
-    def accept(self, blocks: Iterable[int], prefix_blocks: int, now: float) -> None:
+    def accept(self, blocks: Iterable[int], prefix_blocks: int, now: float, *, landing: Landing | None = None) -> None:
+        """Local block ids, at least those of the context, are reserved."""
         self.happens(Event.ACCEPT, Side.DECODE)
-        self.blocks = tuple(blocks)[: self.num_blocks]
-        assert len(self.blocks) == self.num_blocks, self
+        self.landing = landing
+        self.blocks = tuple(blocks)[: self.num_blocks] if landing is None else landing.blocks
+        assert landing is not None or len(self.blocks) == self.num_blocks, self
         self.prefix_blocks = prefix_blocks
+        self.changed_at = now
         self.renewed_at = now
 
+    def renew(self, now: float) -> None:
+        """Blocks came, or P says that it is still computing."""
+        self.renewed_at = now
+        self.lost_at = None
+
+    def cut(self, reason: str, now: float) -> None:
+        """The link is gone; P may make a new one. An offer cannot be asked about: it is repeated within a lease."""
+        wait_s = self.lease_s if self.state is State.OFFERED else RELINK_S
+        self.lost_at, self.loss = now + wait_s, reason
+
     def announce(self, indices: Iterable[int]) -> tuple[tuple[int, int], ...]:
-        """`(index, block id)` of these blocks, which the transport may write from now on."""
+        """`(index, block id)` of these blocks, which the transport may write from now on; LANDS where they land."""
         indices = tuple(indices)
         self.announced.update(indices)
-        return tuple((index, self.blocks[index]) for index in indices)
+        return tuple((index, LANDS if self.landing is not None else self.blocks[index]) for index in indices)
+
+    def is_lent_anew(self, index: int, ref: int) -> bool:
+        """Whether the block is to be fetched by this ref, now or again; a repetition of an earlier word is not."""
+        return (index, ref) not in self.lent if index in self.received else self.refs.get(index) != ref
+
+    def lend(self, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """Announce these `(index, ref)`. What is fetched again is not here until then: its block may be torn."""
+        pairs = tuple(pairs)
+        self.refs.update(pairs)
+        self.lent.update(pairs)
+        for index, _ in pairs:
+            self.received.pop(index, None)
+        return self.announce(index for index, _ in pairs)
 
     def receive(self, checksums: dict[int, int], now: float) -> None:
         """Blocks are in the pool. What was not announced or is here already counts as ignored."""
         for index, checksum in checksums.items():
             if index in self.announced and index not in self.received:
                 self.received[index] = checksum
-                self.renewed_at = now
+                self.renew(now)
             else:
                 self._counters["ignored"] += 1
 
@@ -331,7 +408,8 @@ class RecvSession(Session):
         if not self.happens(Event.COMMIT, Side.PREFILL):
             return False
         self.committed = message
-        self.renewed_at = now
+        self.changed_at = now
+        self.renew(now)
         return True
 
     def verdict(self, verify: bool) -> str | None:
@@ -352,4 +430,6 @@ class RecvSession(Session):
 
     @property
     def lease_at(self) -> float | None:
-        return self.renewed_at + self.lease_s if self.state in (State.OPEN, State.COMMITTED) else None
+        """When D gives P up: its lease runs out, or P was not heard of since the link was cut."""
+        lease = self.renewed_at + self.lease_s if self.state in (State.OPEN, State.COMMITTED) else None
+        return min((at for at in (lease, self.lost_at) if at is not None), default=None)

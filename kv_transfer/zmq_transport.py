@@ -36,6 +36,7 @@ from zmq.utils.monitor import recv_monitor_message
 from baton.codec import Codec
 from baton.errors import ConfigError, ProtocolError
 from baton.protocol import TransferId
+from baton.security import Security, worth_saying
 from kv_transfer.base import MAX_BYTES_PER_CALL, BlockMemory, Completion, LinkLost, Received, Sent
 from kv_transfer.expected import ExpectedBlocks, TransportStats
 from kv_transfer.messages import BlockIndex
@@ -47,6 +48,8 @@ BYTES_PER_MESSAGE = 4 << 20
 """A message is delivered whole: small enough that the receiver starts early, large enough to be few."""
 RECEIVE_QUEUE = 2
 """Messages that libzmq reads ahead, per peer."""
+MAX_MESSAGES_PER_CALL = 256
+"""That `completions` reads, however small they are."""
 MAX_FRAME_BYTES = 256 << 20
 MAX_HEADER_BYTES = 64 << 10
 FIRST_CHECK_S, LAST_CHECK_S = 0.0005, 0.02
@@ -99,10 +102,12 @@ class ZmqTransport:
     """Listens at once at `endpoint`; `address` is then where peers reach it.
 
     `heartbeat_s`: interval of ZMTP pings; `heartbeat_timeout_s`: silence after which a link is cut.
+    `security`: who may connect; None: anyone.
     """
 
     pulls = False
     reaches_gpu = False
+    fixed_blocks = False
 
     def __init__(
         self,
@@ -111,9 +116,12 @@ class ZmqTransport:
         advertise: str | None = None,
         heartbeat_s: float = 2.0,
         heartbeat_timeout_s: float = 10.0,
+        security: Security | None = None,
     ):
         self.stats = TransportStats()
         self._context: zmq.Context[Any] = zmq.Context()
+        self._security = security or Security(None)
+        self._guard = self._security.guard(self._context)
         self._heartbeat_ms = (int(heartbeat_s * 1000), int(heartbeat_timeout_s * 1000))
         self._pool: BlockMemory | None = None
         self._expected = ExpectedBlocks()
@@ -128,6 +136,7 @@ class ZmqTransport:
         self._pull = self._socket(zmq.PULL)
         self._pull.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE)
         self._pull.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._security.secure_server(self._pull)
         self._monitor = self._pull.get_monitor_socket(_EVENTS)
         try:
             self._pull.bind(endpoint)
@@ -173,6 +182,7 @@ class ZmqTransport:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._security.secure_client(socket)
         self._links[peer] = _Link(socket, address)
         socket.connect(address.removeprefix("zmq+"))
 
@@ -229,7 +239,9 @@ class ZmqTransport:
 
     def _read_data(self, news: list[Completion]) -> None:
         budget = MAX_BYTES_PER_CALL
-        while budget > 0:
+        for _ in range(MAX_MESSAGES_PER_CALL):  # a flood of empty ones must end too
+            if budget <= 0:
+                return
             try:
                 frames = self._pull.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
@@ -237,27 +249,38 @@ class ZmqTransport:
             budget -= sum(len(frame) for frame in frames)
             header = self._header(frames)
             if header is None:
-                self.stats.num_malformed += 1
                 continue
-            self._note_peer(frames[0], header.transfer.source, news)
             written = [i for i, frame in zip(header.indices, frames[1:], strict=True) if self._write(header, i, frame)]
             if written:
+                # Only who sends what is awaited is that peer: whoever else names it must not be able to hang up for it.
+                self._note_peer(frames[0], header.transfer.source, news)
                 self.stats.blocks_written += len(written)
                 news.append(Received(header.transfer, tuple(written)))
 
     def _header(self, frames: list[Any]) -> DataHeader | None:
-        """None where this is not a message that a transport of this release sends for this pool."""
+        """None where this is not a message that a transport of this release sends for what is expected."""
         try:
             header = _HEADER.decode(frames[0].buffer)
         except ProtocolError as e:
-            log.warning("dropped a malformed data message: %s", e)
+            self._drop("is malformed: %s", e)
             return None
-        block_bytes = self._pool.block_bytes if self._pool is not None else -1
-        sizes = [len(frame) for frame in frames[1:]]
-        if sizes != [block_bytes] * len(header.indices):
-            log.warning("dropped a data message of transfer %s: frames of %s bytes", header.transfer, sizes)
+        num_blocks, sizes = len(frames) - 1, [len(frame) for frame in frames[1:]]
+        expected = {self._size(header.transfer, index) for index in header.indices} - {None}
+        if num_blocks != len(header.indices) or not expected <= set(sizes) or len(set(sizes)) != 1:
+            what = "of transfer %s has %d frames of %s bytes for %d blocks of %s"
+            self._drop(what, header.transfer, num_blocks, sorted(set(sizes))[:3], len(header.indices), expected)
             return None
         return header
+
+    def _size(self, transfer: TransferId, index: int) -> int | None:
+        """Bytes of the block that this index is to be written to; None: it is not awaited."""
+        block = self._expected.find(transfer, index)
+        return None if block is None or self._pool is None else self._pool.block(block).nbytes
+
+    def _drop(self, what: str, *values: object) -> None:
+        self.stats.num_malformed += 1
+        if worth_saying(self.stats.num_malformed):
+            log.warning(f"dropped a data message (%d so far), which {what}", self.stats.num_malformed, *values)
 
     def _write(self, header: DataHeader, index: int, frame: Any) -> bool:
         assert self._pool is not None
@@ -337,6 +360,7 @@ class ZmqTransport:
             self._pull.disable_monitor()
             self._monitor.close(linger=0)
             self._pull.close(linger=0)
+        self._guard.close()
         self._context.term()
         self._flights.clear()
         if self._folder is not None:

@@ -8,6 +8,8 @@ blocks the transport may still read; must not know sockets, memory or how a step
     engine ChunkDone ─► ShipBlocks ─► on_shipped ─► on_sent
     engine PromptDone ─► Commit ─► Ack: HandoffDone;  Nack, abort, expiry, loss: see `_fail`
 
+A link that was cut is made anew, and what D may lack is shipped again (`_relink`): P has every block until the Ack.
+
 Release rule (I4): once granted, the blocks of a request are freed by exactly one `engine.release`, when its
 transfer has ended *and* the transport reads none of them. A lease that runs out while blocks are unsent
 first tears the link down; the transport then reports them sent.
@@ -18,13 +20,16 @@ The driver executes actions in the order in which all calls returned them, on th
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import msgspec
 
+from baton.audit import Holding
 from baton.engine.request import ChunkDone, Effect, Ended, PromptDone
 from baton.errors import ProtocolError
 from baton.layout import KVLayout
+from baton.ledger import Reason
 from baton.ports import Action, CancelTransfer, ConnectPeer, DropLink, ShipBlocks, ToPeer, ToRouter
 from baton.protocol import (
     PROTOCOL_VERSION,
@@ -53,6 +58,7 @@ from kv_transfer.messages import (
     Welcome,
 )
 from kv_transfer.session import Counters, Event, SendSession, Side, State
+from kv_transfer.wire_format import Encoding, WireFormat
 
 REPEATS_PER_LEASE = 4
 """A question without an answer is repeated, and D's lease renewed, so often within a lease."""
@@ -71,6 +77,10 @@ class SendEngine(Protocol):
 
     def release(self, key: RequestKey, now: float) -> None:
         """Nothing reads the request's blocks any more; unknown keys are a no-op."""
+        ...
+
+    def lives_of(self, blocks: Iterable[int]) -> tuple[int, ...]:
+        """For `ShipBlocks.lives`."""
         ...
 
     def abort(self, key: RequestKey, now: float) -> list[Effect]: ...
@@ -105,17 +115,22 @@ class SendPort:
         lease_s: float,
         max_unacked_blocks: int,
         checksummed: bool = True,
+        pulls: bool = False,
         reach: str = "",
+        encoding: Encoding = "plain",
     ):
         self._worker_id = worker_id
         self._incarnation = incarnation
-        self._hello = Hello(PROTOCOL_VERSION, worker_id, incarnation, fingerprint, layout, reach)
+        self._hello = Hello(PROTOCOL_VERSION, worker_id, incarnation, fingerprint, layout, reach, encoding)
+        self._format = WireFormat(layout, encoding)
         self._layout = layout
         self._engine = engine
         self._lease_s = lease_s
         self._repeat_s = lease_s / REPEATS_PER_LEASE
         self._max_in_flight = max_unacked_blocks
         self._checksummed = checksummed
+        self._pulls = pulls
+        """The transport's `Sent` says that D has the block, not only that it has left."""
         self._peers: dict[str, _Peer] = {}
         self._incarnations: dict[str, str] = {}
         """worker_id -> incarnation of the life that is known now."""
@@ -255,6 +270,8 @@ class SendPort:
             self._schedule(session)
         elif session.ended:  # D does not know: its answers to the Offer and our abort crossed, or that was lost
             return [ToPeer(session.transfer.target, AbortTransfer(session.transfer, "ended on the prefill worker"))]
+        else:  # again: the link was cut, and D asks whether P is still there
+            return self._ask_again(session, now)
         return []
 
     def _on_taken(self, session: SendSession, event: Event, now: float) -> list[Action]:
@@ -267,7 +284,7 @@ class SendPort:
             self._worker_id,
             session.transfer.key,
             moved,
-            moved * self._layout.block_bytes,
+            moved * self._format.block_bytes,
             {int(Mark.COMMITTED): session.committed_at},
         )
         return [ToRouter(done)]
@@ -280,8 +297,7 @@ class SendPort:
             return []  # the transfer ended while the step ran
         session.add(effect.blocks)
         peer = self._peers[session.transfer.target]
-        if session.queued and session not in peer.backlog:
-            peer.backlog.append(session)
+        self._line_up(session, peer)
         return self._ship(peer, now)
 
     def on_prompt_done(self, effect: PromptDone, now: float) -> list[Action]:
@@ -328,18 +344,25 @@ class SendPort:
         if peer is None:
             return []
         peer.in_flight -= num_sent
+        self._line_up(session, peer)
         return self._ship(peer, now)
 
     def on_link_lost(self, peer: str, reason: str, now: float) -> list[Action]:
-        """Ends what may have lost blocks with the link. A sent Commit is D's to answer, within the lease."""
-        hit = [s for s in self._open_with(peer) if s.unsent or (s.state is State.OPEN and s.checksums)]
-        # Frames may wait in the transport for a link that never comes back: let it drop them.
-        reads = any(s.unsent for s in self._sessions.values() if s.transfer.target == peer)
-        actions: list[Action] = self._drop_link(peer) if reads else []
-        for session in hit:
-            session.happens(Event.LOST, Side.PREFILL)
-            actions.append(self._tell_abort(session, f"the link was lost: {reason}"))
-            actions += self._fail(session, "transfer", f"the link to decode was lost: {reason}", now)
+        if peer not in self._peers:
+            return []
+        self.counters["links_cut"] += 1
+        return self._relink(peer, f"the link to decode was lost: {reason}", now)
+
+    def on_control_restored(self, peer: str, now: float) -> list[Action]:
+        known = self._peers.get(peer)
+        if known is None:
+            return []
+        actions: list[Action] = []
+        if not known.welcome and known.refusal is None:
+            actions.append(ToPeer(peer, self._hello))
+        elif known.welcome:
+            for session in self._open_with(peer):
+                actions += self._ask_again(session, now)
         return actions
 
     # --- time -----------------------------------------------------------------------------------
@@ -358,11 +381,13 @@ class SendPort:
                 if lease_at is not None and lease_at <= now:
                     actions += self._expire(session, now)
                 elif not session.ended and session.said_at + self._repeat_s <= now:
-                    for question in self._questions(session):
-                        actions += self._say(session, question, now)
+                    actions += self._ask_again(session, now)
                 else:
                     self._schedule(session)
         return actions
+
+    def holdings(self) -> list[Holding]:
+        return [self._holding(session) for session in self._sessions.values()]
 
     def num_open(self) -> int:
         """Transfers that may still hold blocks here."""
@@ -370,8 +395,31 @@ class SendPort:
 
     # --- inside ---------------------------------------------------------------------------------
 
+    def _holding(self, session: SendSession) -> Holding:
+        incarnation = session.transfer.target
+        peer = self._peers.get(incarnation)
+        if session.ended:
+            reason = Reason.IN_TRANSPORT
+        elif session.state is State.OFFERED:
+            reason = Reason.AWAITING_CREDIT
+        else:
+            reads = session.unsent or session.queued or session.state is State.OPEN
+            reason = Reason.SHIPPING if reads else Reason.AWAITING_ACK
+        return Holding(
+            session.transfer.key,
+            reason,
+            session.changed_at,
+            session.lease_at,
+            max(session.shipped_blocks, default=-1) + 1,
+            incarnation if peer is None else peer.worker.worker_id,
+            incarnation,
+        )
+
+    def _ask_again(self, session: SendSession, now: float) -> list[Action]:
+        """Say what the present state says to D, which is safe to be said again: in OPEN, that P is still at it."""
+        return [action for question in self._questions(session) for action in self._say(session, question, now)]
+
     def _questions(self, session: SendSession) -> list[Offer | Data | Commit]:
-        """What the present state says to D, safe to be said again: in OPEN, that P is still at it."""
         if session.state is State.OFFERED:
             return [session.offer]
         # A Data without refs renews D's lease. If the transport pulls, the one that had them may have been lost.
@@ -394,6 +442,13 @@ class SendPort:
             times.append(session.said_at + self._repeat_s)
         self._deadlines.set(session.transfer, min(times, default=None))
 
+    def _line_up(self, session: SendSession, peer: _Peer) -> None:
+        """What may have gone with a link goes first, and alone: an index is on its way once at most."""
+        if session.resend:
+            session.requeue()
+        if session.queued and not session.resend and session not in peer.backlog:
+            peer.backlog.append(session)
+
     def _ship(self, peer: _Peer, now: float) -> list[Action]:
         """Ship what waits, oldest transfer first, as far as the link's credit goes."""
         actions: list[Action] = []
@@ -402,7 +457,8 @@ class SendPort:
             blocks = session.take(self._max_in_flight - peer.in_flight, now)
             if blocks:
                 peer.in_flight += len(blocks)
-                actions.append(ShipBlocks(session.transfer.target, session.transfer, blocks))
+                lives = self._engine.lives_of(block for _, block in blocks)
+                actions.append(ShipBlocks(session.transfer.target, session.transfer, blocks, lives))
                 self._schedule(session)
             if not session.queued:
                 peer.backlog.popleft()
@@ -432,32 +488,52 @@ class SendPort:
 
     def _expire(self, session: SendSession, now: float) -> list[Action]:
         actions: list[Action] = []
-        if session.unsent:
-            actions += self._drop_link(session.transfer.target)
         if not session.ended:
             session.happens(Event.EXPIRE, Side.PREFILL)
             actions.append(self._tell_abort(session, "the prefill worker's lease ran out"))
             what = f"{len(session.unsent)} blocks unsent" if session.unsent else "no answer to the Commit"
             text = f"no progress for {self._lease_s:g} s: {what}"
             actions += self._fail(session, "transfer", text, now)
-        for other in self._open_with(session.transfer.target):
-            if other.link_dropped:  # its frames went with the link
-                other.happens(Event.LOST, Side.PREFILL)
-                actions.append(self._tell_abort(other, "the link was torn down"))
-                actions += self._fail(other, "transfer", "the link was torn down for another transfer's lease", now)
+        if session.unsent:
+            problem = "the link was torn down because another transfer made no progress on it"
+            actions += self._relink(session.transfer.target, problem, now)
         return actions
 
+    def _relink(self, peer: str, problem: str, now: float) -> list[Action]:
+        """Tear the link down, make it anew, and ship again what may have gone with it.
+
+        D is told that each transfer goes on; it waits for that word.
+        """
+        actions = self._drop_link(peer)
+        known = self._peers.get(peer)
+        for session in self._open_with(peer):
+            if not session.relink(self._pulls):
+                session.happens(Event.LOST, Side.PREFILL)
+                actions.append(self._tell_abort(session, problem))
+                actions += self._fail(session, "transfer", problem, now)
+                continue
+            if known is None or not known.welcome:
+                continue
+            actions += self._ask_again(session, now)
+            if session.resend and session in known.backlog:
+                known.backlog.remove(session)
+            self._line_up(session, known)
+        return actions + (self._ship(known, now) if known is not None else [])
+
     def _drop_link(self, peer: str) -> list[Action]:
-        """Nothing but `Sent` comes of what is unsent on the link now. What is to be said to the peer comes after.
+        """Nothing but `Sent` comes of what is unsent on the link now.
 
         A peer that is lost gets no new link; the transport may still read blocks that were meant for it.
         """
         for session in self._sessions.values():
             if session.transfer.target == peer and session.unsent:
                 session.link_dropped = True
+                session.refs.clear()  # void, with the link
                 self._schedule(session)
         known = self._peers.get(peer)
-        return [DropLink(peer)] if known is None else [DropLink(peer), ConnectPeer(known.worker)]
+        if known is None:
+            return [DropLink(peer, forget=True)]
+        return [DropLink(peer), ConnectPeer(known.worker)]
 
     def _peer_lost(self, incarnation: str, now: float) -> list[Action]:
         worker_id = self._peers.pop(incarnation).worker.worker_id
@@ -478,8 +554,9 @@ class SendPort:
         key = session.transfer.key
         del self._by_key[key], self._submits[key]
         session.queued.clear()
+        session.resend.clear()
         actions: list[Action] = []
-        if session.state is not State.DONE and session.unsent:
+        if session.unsent:  # D needs them no more, whatever the end: it has them, or makes them, or never will
             actions.append(CancelTransfer(session.transfer))
         if end_request and session.first_token is None:  # else it is HANDED, and `release` ends it
             self._engine.abort(key, now)

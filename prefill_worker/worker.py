@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from baton.config import TransferConfig
 from baton.layout import KVLayout
+from kv_transfer.wire_format import wire_encoding
 from prefill_worker.send_port import SendEngine, SendPort
 
 
@@ -15,9 +16,10 @@ def send_port_for(
     fingerprint: str,
     layout: KVLayout,
     engine: SendEngine,
+    pulls: bool = False,
     reach: str = "",
 ) -> SendPort:
-    """`reach`: the transport's (`kv_transfer.base.KVTransport.reach`)."""
+    """`pulls`, `reach`: the transport's (`kv_transfer.base.KVTransport`)."""
     return SendPort(
         worker_id=worker_id,
         incarnation=incarnation,
@@ -27,5 +29,7 @@ def send_port_for(
         lease_s=config.lease_s,
         max_unacked_blocks=config.max_unacked_blocks,
         checksummed=config.checksum != "none",
+        pulls=pulls,
         reach=reach,
+        encoding=wire_encoding(config),
     )

@@ -10,7 +10,9 @@ from collections.abc import Hashable
 
 import msgspec
 
-from baton.protocol import FinishReason, PromptLogprobs, TokenLogprobs, ToWorker, Usage
+from baton.ledger import ClusterLedger
+from baton.protocol import FinishReason, ToWorker, Usage
+from baton.sampling_params import PromptLogprobs, TokenLogprobs
 
 ClientId = Hashable
 
@@ -75,4 +77,11 @@ class RequestFailed(msgspec.Struct, frozen=True):
     """Samples that the request had."""
 
 
-RouterAction = SendWorker | NewTokens | SampleDone | RequestDone | RequestFailed
+class LedgerDone(msgspec.Struct, frozen=True):
+    """The answer to a client's question for the block ledger."""
+
+    client: ClientId
+    message: ClusterLedger
+
+
+RouterAction = SendWorker | NewTokens | SampleDone | RequestDone | RequestFailed | LedgerDone

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.errors import InvalidRequestError, OverloadedError, RequestTooLargeError
-from baton.protocol import MAX_PROMPT_LOGPROBS, MAX_PROMPT_TOKENS, Generate, SamplingParams
+from baton.protocol import MAX_TEXT, Generate
+from baton.sampling_params import MAX_PROMPT_LOGPROBS, MAX_PROMPT_TOKENS, SamplingParams
 from router.policy import Demand, PlacementPolicy
 from router.view import ClusterView
 
@@ -21,6 +22,9 @@ def check_source(message: Generate) -> None:
         raise InvalidRequestError(
             f"a request has exactly one of text, messages and token_ids; this one has {found}", field="prompt"
         )
+    size = sum(len(part.role) + len(part.content) for part in message.messages or ())
+    if size > MAX_TEXT:
+        raise RequestTooLargeError(f"messages of {size} characters in all, at most {MAX_TEXT} travel", field="messages")
     if not getattr(message, given[0]):
         raise InvalidRequestError(f"{given[0]} is empty; give at least one token to start from", field=given[0])
 

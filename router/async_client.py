@@ -22,8 +22,10 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from baton.codec import Codec
+from baton.codec import MAX_MESSAGE_BYTES, Codec
+from baton.config import Secret
 from baton.errors import BatonError, ClusterError, CodecError, RequestFailedError, VersionError, error_from_code
+from baton.ledger import ClusterLedger, LedgerRequest
 from baton.protocol import (
     Cancel,
     Delta,
@@ -38,11 +40,14 @@ from baton.protocol import (
     ToClient,
     ToRouterFromClient,
 )
+from baton.security import HANDSHAKE_EVENTS, Handshakes, Security
 from router.completion import Collector, Completion, GenerateOptions, Prompt, StreamDelta, build_generate
 from router.records import RequestRecord
 
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 10.0
+LEDGER_TIMEOUT_S = 60.0
+"""For the whole ledger; the router gives each worker `liveness.timeout_s`."""
 LINGER_MS = 200
 LEFT_EARLY = "this stream was left before its end, which cancelled its request; start a new one"
 GRACE_S = 0.05
@@ -128,7 +133,8 @@ class AsyncRouterClient:
     """One connection to a router, for one event loop. Connects at the first call, or by `async with`.
 
     `connect_timeout`: seconds for the router's first answer, then ClusterError. `silence_timeout`:
-    seconds without any message while requests are open, then they fail with RequestFailedError.
+    seconds without any message while requests are open, then they fail with RequestFailedError. `secret`: the
+    cluster's `security.secret`; a router that does not share it is a ClusterError.
     """
 
     def __init__(
@@ -137,10 +143,14 @@ class AsyncRouterClient:
         *,
         connect_timeout: float = CONNECT_TIMEOUT_S,
         silence_timeout: float = SILENCE_TIMEOUT_S,
+        secret: Secret | str | None = None,
     ):
         self.address = address
         self._connect_timeout = connect_timeout
         self._silence_timeout = silence_timeout
+        self._security = Security(secret)
+        self._shut_out: str | None = None
+        """Why the router does not let us in."""
         self._in: Codec[Any] = Codec(ToClient)
         self._out: Codec[Any] = Codec(ToRouterFromClient)
         self._labels = itertools.count()
@@ -222,6 +232,18 @@ class AsyncRouterClient:
         status: Status = await self._ask(lambda label: Drain(label, worker_id, undo))
         return status
 
+    async def ledger(
+        self, worker_id: str | None = None, *, block_ids: bool = False, timeout: float = LEDGER_TIMEOUT_S
+    ) -> ClusterLedger:
+        """Who holds which KV blocks and why, by worker (or of this one), with the open requests beside them.
+
+        A worker that does not answer within `liveness.timeout_s` is shown as silent. InvalidRequestError for an unknown
+        worker, ClusterError if the router does not answer within `timeout` seconds.
+        """
+        await self.connect()
+        ledger: ClusterLedger = await self._ask(lambda label: LedgerRequest(label, worker_id, block_ids), timeout)
+        return ledger
+
     async def close(self) -> None:
         """End all open requests and the connection."""
         if self._closed:
@@ -257,9 +279,13 @@ class AsyncRouterClient:
             self._socket.setsockopt(zmq.LINGER, LINGER_MS)
             self._socket.setsockopt(zmq.RCVHWM, 0)  # the router's limit applies; ours would only hide it
             self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            self._security.secure_client(self._socket)
             if self.address.startswith("tcp://["):
                 self._socket.setsockopt(zmq.IPV6, 1)
-            monitor: zmq.asyncio.Socket = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            monitor: zmq.asyncio.Socket = self._socket.get_monitor_socket(
+                HANDSHAKE_EVENTS | int(zmq.EVENT_DISCONNECTED)
+            )
             try:
                 self._socket.connect(self.address)
             except zmq.ZMQError as e:
@@ -268,23 +294,28 @@ class AsyncRouterClient:
                 ) from e
             for loop in (self._read(), self._watch_connection(monitor), self._watch_silence()):
                 self._spawn(loop)
+        if self._shut_out is not None:
+            raise ClusterError(self._shut_out)
         await self._ask(StatusRequest)
 
     def _failed_to_connect(self) -> bool:
         task = self._connecting
         return task is not None and (task.cancelled() or task.exception() is not None)
 
-    async def _ask(self, question: Callable[[str], StatusRequest | Drain | Explain]) -> Any:
+    async def _ask(
+        self, question: Callable[[str], StatusRequest | Drain | Explain | LedgerRequest], timeout: float | None = None
+    ) -> Any:
+        timeout = self._connect_timeout if timeout is None else timeout
         label = f"status-{next(self._labels)}"
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._asked[label] = answer
         self._send(question(label))
         try:
-            async with asyncio.timeout(self._connect_timeout):
+            async with asyncio.timeout(timeout):
                 return await answer
         except TimeoutError:
             raise ClusterError(
-                f"no router answered at {self.address} within {self._connect_timeout:g} s; see whether it runs "
+                f"no router answered at {self.address} within {timeout:g} s; see whether it runs "
                 f"with `baton status`, start it with `baton up`, and check the address"
             ) from None
         finally:
@@ -312,7 +343,7 @@ class AsyncRouterClient:
                     call.sink(call.collector.complete(message, at))
             elif kind is Failed:
                 self._on_failed(message)
-            elif kind is Status or kind is Explained:
+            elif kind is Status or kind is Explained or kind is ClusterLedger:
                 answer = self._asked.get(message.label)
                 if answer is not None and not answer.done():
                     answer.set_result(message)
@@ -330,8 +361,17 @@ class AsyncRouterClient:
             self._fail_all(error)
 
     async def _watch_connection(self, monitor: zmq.asyncio.Socket) -> None:
+        handshakes = Handshakes(self._security)
         while True:
-            parse_monitor_message(await monitor.recv_multipart())
+            message = parse_monitor_message(await monitor.recv_multipart())
+            event = int(message["event"])
+            if (problem := handshakes.problem(event, int(message["value"]))) is not None:
+                self._shut_out = f"the router at {self.address} {problem}"
+                self._fail_all(ClusterError(self._shut_out))
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._shut_out = None
+            if event != zmq.EVENT_DISCONNECTED:
+                continue
             lost = list(self._calls)
             self._connecting = None  # ZeroMQ reconnects by itself, but is a router there? The next call asks
             await asyncio.sleep(GRACE_S)

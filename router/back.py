@@ -14,6 +14,7 @@ from typing import Any
 from baton.codec import Codec
 from baton.errors import CodecError, VersionError
 from baton.protocol import Heartbeat, Join, JoinRefused, ToRouterFromWorker, ToWorker
+from baton.security import worth_saying
 from router.actions import RouterAction, SendWorker
 from router.core import RouterCore
 from router.sockets import RouterSocket, Unreachable
@@ -44,28 +45,40 @@ class Back:
             message = self._in.decode(frames[0])
         except (CodecError, VersionError) as e:
             self._counters["malformed_from_workers"] += 1
-            log.warning("malformed message from worker %s: %s", self._lives.get(peer, peer.hex()), e)
+            if worth_saying(count := self._counters["malformed_from_workers"]):
+                log.warning("malformed message from %s (%d so far): %s", self._lives.get(peer, peer.hex()), count, e)
             if isinstance(e, VersionError):
                 self._deliver(peer, JoinRefused(str(e)))
             return []
         if type(message) is Join:
-            self._tie(peer, message.worker.incarnation)
+            incarnation = message.worker.incarnation
+            self._forget_former()
+            if self._routes.get(incarnation, peer) != peer:
+                # A worker reconnects under its own routing id: this is somebody else, who may not take its place.
+                self._counters["foreign_lives"] += 1
+                if worth_saying(self._counters["foreign_lives"]):
+                    log.warning("a Join names %s, which another connection speaks for", incarnation)
+                self._deliver(peer, JoinRefused(f"incarnation {incarnation} has joined over another connection"))
+                return []
+            self._tie(peer, incarnation)
             log.info("worker %s joins (%s)", message.worker.worker_id, message.worker.incarnation)
-        incarnation = self._lives.get(peer)
-        if incarnation is None:
+        life = self._lives.get(peer)
+        if life is None:
             self._counters["not_joined"] += 1
             if type(message) is Heartbeat:
                 # It joined a former router at this address: told that another one answers, it joins again.
                 self._deliver(peer, Heartbeat(self._core.incarnation))
             return []
-        return self._core.on_worker_message(incarnation, message, now)
+        return self._core.on_worker_message(life, message, now)
 
     def on_action(self, action: SendWorker, now: float) -> list[RouterAction]:
         """Send it. A worker that cannot be reached is lost; returns what follows from that."""
         peer = self._routes.get(action.incarnation)
         problem = "has no connection" if peer is None else self._deliver(peer, action.message)
         if type(action.message) is JoinRefused:
-            log.warning("worker %s refused: %s", action.worker_id, action.message.reason)
+            self._counters["refused_joins"] += 1
+            if worth_saying(self._counters["refused_joins"]):
+                log.warning("worker %s refused: %s", action.worker_id, action.message.reason)
             self._untie(action.incarnation)
         elif problem is not None:
             self._counters["unreachable_workers"] += 1
@@ -73,13 +86,16 @@ class Back:
         return []
 
     def _tie(self, peer: bytes, incarnation: str) -> None:
-        former_life, former_peer = self._lives.get(peer), self._routes.get(incarnation)
+        former_life = self._lives.get(peer)
         if former_life is not None and former_life != incarnation:
             self._routes.pop(former_life, None)
-        if former_peer is not None and former_peer != peer:
-            self._lives.pop(former_peer, None)
         self._lives[peer] = incarnation
         self._routes[incarnation] = peer
+
+    def _forget_former(self) -> None:
+        """Lives that others have replaced are not sent to any more."""
+        for incarnation in [life for life in self._routes if self._core.view.find(life) is None]:
+            self._untie(incarnation)
 
     def _untie(self, incarnation: str) -> None:
         peer = self._routes.pop(incarnation, None)

@@ -13,10 +13,13 @@ import time
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar, Unpack
 
+from baton.config import Secret
 from baton.errors import ClusterError, RequestFailedError
+from baton.ledger import ClusterLedger
 from baton.protocol import Status
 from router.async_client import (
     CONNECT_TIMEOUT_S,
+    LEDGER_TIMEOUT_S,
     LEFT_EARLY,
     SILENCE_TIMEOUT_S,
     AsyncRouterClient,
@@ -106,7 +109,8 @@ class RouterClient:
     """One connection to a router. Connects at the first call, or by `with`.
 
     `connect_timeout`: seconds for the router's first answer, then ClusterError. `silence_timeout`:
-    seconds without any message while requests are open, then they fail with RequestFailedError.
+    seconds without any message while requests are open, then they fail with RequestFailedError. `secret`: the
+    cluster's `security.secret`; a router that does not share it is a ClusterError.
     """
 
     def __init__(
@@ -115,9 +119,12 @@ class RouterClient:
         *,
         connect_timeout: float = CONNECT_TIMEOUT_S,
         silence_timeout: float = SILENCE_TIMEOUT_S,
+        secret: Secret | str | None = None,
     ):
         self.address = address
-        self._async = AsyncRouterClient(address, connect_timeout=connect_timeout, silence_timeout=silence_timeout)
+        self._async = AsyncRouterClient(
+            address, connect_timeout=connect_timeout, silence_timeout=silence_timeout, secret=secret
+        )
         self._lock = threading.Lock()
         self._closed = False
         self._loop = asyncio.new_event_loop()
@@ -173,6 +180,12 @@ class RouterClient:
     def explain(self, request_id: str) -> RequestRecord:
         """Where an ended request went and why; see `AsyncRouterClient.explain`."""
         return self._run(self._async.explain(request_id))
+
+    def ledger(
+        self, worker_id: str | None = None, *, block_ids: bool = False, timeout: float = LEDGER_TIMEOUT_S
+    ) -> ClusterLedger:
+        """Who holds which KV blocks and why; see `AsyncRouterClient.ledger`."""
+        return self._run(self._async.ledger(worker_id, block_ids=block_ids, timeout=timeout))
 
     def drain(self, worker_id: str, *, undo: bool = False) -> Status:
         """Let a worker finish what it has and get nothing new; see `AsyncRouterClient.drain`."""

@@ -11,29 +11,17 @@ from typing import Any, TypedDict, Unpack
 import msgspec
 
 from baton.errors import InvalidRequestError
-from baton.protocol import (
-    MAX_TEXT,
-    ChatMessage,
-    Delta,
-    Done,
-    FinishReason,
-    Generate,
-    Name,
-    PromptLogprobs,
-    SamplingParams,
-    StructuredOutput,
-    Text,
-    TokenLogprobs,
-    Usage,
-)
+from baton.protocol import MAX_TEXT, ChatMessage, Delta, Done, FinishReason, Generate, Text, Usage
+from baton.sampling_params import PromptLogprobs, SamplingParams, StructuredOutput, TokenLogprobs
 from baton.timeline import RequestTimeline
+from baton.wire import Name
 from router.admission import check_sampling
 
 Prompt = str | list[int] | tuple[int, ...] | list[dict[str, str]]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """What a request may ask for beside its prompt; defaults and ranges are those of `baton.protocol.SamplingParams`.
+    """What a request may ask for beside its prompt; defaults and ranges are those of `SamplingParams`.
 
     Names, meanings and order are vLLM's (`baton.engine.sampler`). Same seed, same tokens, wherever they are computed.
     """

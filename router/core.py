@@ -21,7 +21,9 @@ import msgspec
 
 from baton.config import ClusterConfig
 from baton.errors import BatonError, InvalidRequestError, JoinRefusedError
+from baton.ledger import LedgerReport, LedgerRequest
 from baton.protocol import (
+    MAX_WORKERS,
     AttemptFailed,
     HandoffDone,
     HandoffRefused,
@@ -32,14 +34,15 @@ from baton.protocol import (
     Leaving,
     Peers,
     RequestKey,
-    SamplingParams,
     Status,
     Tokens,
     ToRouterFromWorker,
 )
+from baton.sampling_params import SamplingParams
 from baton.timeline import Mark
 from router.actions import ClientId, RequestFailed, SendWorker
 from router.admission import admit, check_prompt_logprobs, check_sampling
+from router.ledger import LedgerQuestions
 from router.lifecycle import Actions, Lifecycle
 from router.membership import Membership
 from router.policy import PlacementPolicy
@@ -65,6 +68,7 @@ class RouterCore:
         self._life = Lifecycle(config, self.view, self._policy)
         self._book = self._life.book
         self._timeout_s = config.liveness.timeout_s
+        self._questions = LedgerQuestions(config.name, self.view, self._book, self._timeout_s)
         self._beat_at = math.inf
         self._check_at = math.inf
         """Not later than when the first live worker's silence becomes too long."""
@@ -191,6 +195,12 @@ class RouterCore:
             self._life.fail_request(owner, "request_failed", "the router was stopped before the request ended", out)
         return out
 
+    def on_ledger(self, client: ClientId, message: LedgerRequest, now: float) -> Actions:
+        """Ask the workers who holds their blocks. Raises InvalidRequestError for an unknown worker."""
+        out: Actions = []
+        self._questions.ask(client, message, now, out)
+        return out
+
     # --- events: workers --------------------------------------------------------------------------
 
     def on_join(self, join: Join, now: float) -> Actions:
@@ -198,6 +208,8 @@ class RouterCore:
         info = join.worker
         try:
             self._membership.admit(join)
+            if not self.view.make_room(info.worker_id):
+                raise JoinRefusedError(f"{info.worker_id} would be one of more than {MAX_WORKERS} workers")
         except JoinRefusedError as e:
             return [SendWorker(info.worker_id, info.incarnation, JoinRefused(str(e)))]
         out: Actions = []
@@ -249,6 +261,8 @@ class RouterCore:
             self._on_handoff_refused(worker, message, now, out)
         elif type(message) is HandoffDone:
             self._on_handoff_done(worker, message, out)
+        elif type(message) is LedgerReport:
+            self._questions.on_report(worker, message, now, out)
         elif type(message) is Leaving:
             worker.leaving = True
             self._life.send(worker, message, out)
@@ -359,7 +373,7 @@ class RouterCore:
 
     def next_deadline(self) -> float | None:
         """When `on_deadline` must be called at the latest; None: only after another event."""
-        at = min(self._beat_at, self._check_at, self._book.wake_at)
+        at = min(self._beat_at, self._check_at, self._book.wake_at, self._questions.wake_at)
         return None if at == math.inf else at
 
     def on_deadline(self, now: float) -> Actions:
@@ -375,6 +389,8 @@ class RouterCore:
             for worker in self.view.ready():
                 self._life.send(worker, beat, out)
                 self._beat_at = now + self._config.liveness.heartbeat_s
+        if now >= self._questions.wake_at:
+            self._questions.on_deadline(now, out)
         for request in self._book.due(now):
             if request.state is State.ENDED:
                 continue  # with another sample of its request, a moment ago
@@ -397,6 +413,7 @@ class RouterCore:
         if worker.can_decode:
             self._life.broadcast_peers(out)
         self._life.move_from(worker, reason, now, out)
+        self._questions.on_lost(now, out)
 
     # --- for tests --------------------------------------------------------------------------------
 

@@ -12,14 +12,14 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
-import msgpack
 import msgspec
 
 from baton.codec import Codec
 from baton.engine.structured import check_structured
 from baton.errors import BatonError, CodecError, VersionError
+from baton.ledger import LedgerRequest
 from baton.protocol import (
     Alive,
     Cancel,
@@ -33,7 +33,7 @@ from baton.protocol import (
     ToClient,
     ToRouterFromClient,
 )
-from router.actions import NewTokens, RequestDone, RequestFailed, RouterAction, SampleDone
+from router.actions import LedgerDone, NewTokens, RequestDone, RequestFailed, RouterAction, SampleDone
 from router.admission import check_sampling_ids, check_source, check_token_ids
 from router.core import RouterCore
 from router.request import SampleId
@@ -42,6 +42,9 @@ from router.stop import StopStrings
 from router.text import Detokenizer, Text, WatchedText
 
 log = logging.getLogger("baton.router")
+
+_SKETCH = msgspec.msgpack.Decoder(tuple[int, Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(max_length=64)]])
+"""A message without its fields' contents."""
 
 
 class Front:
@@ -83,6 +86,8 @@ class Front:
         try:
             if type(message) is Drain:
                 self._core.on_drain(message.worker_id, message.undo)
+            elif type(message) is LedgerRequest:
+                return self._core.on_ledger(peer, message, received_at)
             elif type(message) is Explain:
                 record = self._core.explain(message.request_id)
                 self._send(peer, Explained(message.label, msgspec.to_builtins(record)))
@@ -144,7 +149,7 @@ class Front:
 
     # --- out --------------------------------------------------------------------------------------
 
-    def on_action(self, action: NewTokens | SampleDone | RequestDone | RequestFailed) -> None:
+    def on_action(self, action: NewTokens | SampleDone | RequestDone | RequestFailed | LedgerDone) -> None:
         """Tell the client. `action.client` is its routing id."""
         if type(action) is NewTokens:
             sample = (action.request_id, action.sample)
@@ -176,6 +181,8 @@ class Front:
                 self._last_text((action.request_id, i))
             failed = Failed(action.label, action.code, action.message, action.field, action.request_id)
             self._send(action.client, failed)
+        elif type(action) is LedgerDone:
+            self._send(action.client, action.message)
 
     def flush(self) -> None:
         """Send the tokens that wait."""
@@ -249,8 +256,8 @@ class Front:
 def _label_of(frames: list[bytes]) -> str:
     """The label of a message that is malformed elsewhere, so that its sender learns which request it was."""
     try:
-        _, body = msgpack.unpackb(frames[0], raw=False, strict_map_key=False)
-        label = body[1]
+        _, (_, field, *_) = _SKETCH.decode(frames[0])
+        label = msgspec.msgpack.decode(field, type=str)
     except Exception:  # noqa: BLE001  (whatever the bytes are, they name no request)
         return ""
-    return label if isinstance(label, str) and len(label) <= 200 else ""
+    return label if len(label) <= 200 else ""

@@ -11,7 +11,10 @@ from baton.protocol import PROTOCOL_VERSION, Join
 
 
 class Membership:
-    """The model and the KV layout that the first worker (or the launcher) set, and every other one must share."""
+    """The model and the KV layout that the first worker (or the launcher) set, and every other one must share.
+
+    Of the layout, block sizes may differ.
+    """
 
     def __init__(self, fingerprint: str | None = None):
         self.fingerprint = fingerprint

@@ -144,7 +144,7 @@ class PlacementPolicy:
             min(length, w.info.num_blocks * w.info.layout.block_size, *(() if w.info.role == "both" else (reach,)))
             for w, length in zip(holders, lengths, strict=True)
         ]
-        largest = max(holders, key=lambda w: w.info.num_blocks)
+        largest = max(holders, key=lambda w: w.info.num_blocks * w.info.layout.block_size)
         return Capacity(max(tokens), max(lengths), largest.info.num_blocks, largest.info.layout.block_size)
 
     def _fits(self, info: WorkerInfo, held: int, total: int) -> bool:

@@ -24,7 +24,8 @@ from typing import Protocol
 
 import msgspec
 
-from baton.protocol import FinishReason, LogprobsOut, RequestKey, SamplingParams, Submit, TokenLogprobs
+from baton.protocol import FinishReason, LogprobsOut, RequestKey, Submit
+from baton.sampling_params import SamplingParams, TokenLogprobs
 from baton.timeline import RequestTimeline
 from router.actions import ClientId
 from router.policy import Demand, Placement

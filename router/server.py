@@ -29,6 +29,7 @@ from baton.clock import clock_id
 from baton.config import ClusterConfig
 from baton.errors import ClusterError
 from baton.protocol import Status
+from baton.security import Security, exposure
 from router.actions import RouterAction, SendWorker
 from router.back import Back
 from router.core import RouterCore
@@ -76,6 +77,7 @@ class RouterServer:
         self._text = text
         self._config = config
         self._back_host, self._back_port = back_host or config.router.host, back_port
+        self._security = Security(config.security.secret)
         self._core = RouterCore(config, router_incarnation=self.incarnation, fingerprint=fingerprint, clock=clock_id())
         self._calls: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
@@ -90,12 +92,16 @@ class RouterServer:
         assert self._thread is None, "a router starts once"
         router, liveness = self._config.router, self._config.liveness
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._guard = self._security.guard(self._context)
         try:
-            front = RouterSocket(self._context, router.host, router.port, hwm=FRONT_HWM, key="router.port")
-            back = RouterSocket(self._context, self._back_host, self._back_port, hwm=BACK_HWM, key="router.host")
+            front = self._bind(router.host, router.port, hwm=FRONT_HWM, key="router.port")
+            back = self._bind(self._back_host, self._back_port, hwm=BACK_HWM, key="router.host")
         except ClusterError:
+            self._guard.close()
             self._context.destroy(linger=0)
             raise
+        if (warning := exposure([router.host, self._back_host], self._config.security.secret)) is not None:
+            log.warning("%s", warning)
         self._front = Front(front, self._core, self._text, self.counters, liveness.heartbeat_s)
         self._back = Back(back, self._core, self.counters)
         self._wake = WakeUp()
@@ -103,6 +109,9 @@ class RouterServer:
         self._thread = threading.Thread(target=self._run, name="baton-router", daemon=True)
         self._thread.start()
         return front.address, back.address
+
+    def _bind(self, host: str, port: int, *, hwm: int, key: str) -> RouterSocket:
+        return RouterSocket(self._context, host, port, hwm=hwm, key=key, security=self._security)
 
     def stop(self) -> None:
         """End open requests as failed and close; what is queued gets a second to leave. Idempotent."""
@@ -236,5 +245,6 @@ class RouterServer:
             self._calls.popleft()()
         self._front.socket.close(LINGER_S)
         self._back.socket.close(0.0)
+        self._guard.close()
         self._context.term()
         self._wake.close()

@@ -11,15 +11,17 @@ from typing import Any
 
 import zmq
 
+from baton.codec import MAX_MESSAGE_BYTES
 from baton.errors import ClusterError
+from baton.security import Security
 
 FRONT_HWM = 20_000
 """Messages buffered for one client that does not read; one more and the client counts as stuck."""
 BACK_HWM = 100_000
+RECEIVE_QUEUE = 256
+"""Messages of one peer that are read ahead: more wait in the peer's own memory, not in ours."""
 HEARTBEAT_MS = 5_000
 """ZMTP heartbeats: they end half-open connections, which TCP alone may keep for hours."""
-MAX_MESSAGE_BYTES = 32 << 20
-
 
 # Plain ints: arithmetic on pyzmq's enums takes longer than the calls that they are for.
 _NOBLOCK = int(zmq.NOBLOCK)
@@ -38,17 +40,31 @@ class Unreachable(Exception):
 class RouterSocket:
     """A bound ROUTER socket that never blocks and never drops silently."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, *, hwm: int, key: str):
-        """Bind to `host:port`, 0 for any port; ClusterError names `key` as the configuration to change."""
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        host: str,
+        port: int,
+        *,
+        hwm: int,
+        key: str,
+        security: Security | None = None,
+    ):
+        """Bind to `host:port`, 0 for any port; ClusterError names `key` as the configuration to change.
+
+        `hwm`: messages that may wait for a peer that does not read. `security`: who may connect (None: anyone).
+        """
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that reconnects keeps its routing id
         self.socket.setsockopt(zmq.SNDHWM, hwm)
-        self.socket.setsockopt(zmq.RCVHWM, hwm)
+        self.socket.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2 * HEARTBEAT_MS)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        if security is not None:
+            security.secure_server(self.socket)
         if ":" in host:
             self.socket.setsockopt(zmq.IPV6, 1)
         bound = f"[{host}]" if ":" in host else host

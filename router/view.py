@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from baton.protocol import LoadReport, WorkerInfo, WorkerStatus
+from baton.protocol import MAX_WORKERS, LoadReport, WorkerInfo, WorkerStatus
 
 WorkerState = Literal["ready", "lost"]
+ShownState = Literal["ready", "draining", "lost"]
 
 
 class WorkerView:
@@ -101,6 +102,19 @@ class ClusterView:
         self._by_incarnation[info.incarnation] = worker
         return worker
 
+    def make_room(self, worker_id: str) -> bool:
+        """Whether a worker of this id can be known too; a lost one that owes nothing is forgotten for it."""
+        if worker_id in self.workers or len(self.workers) < MAX_WORKERS:
+            return True
+        idle = [w for w in self.workers.values() if w.state == "lost" and not w.num_outstanding]
+        if not idle:
+            return False
+        oldest = min(idle, key=lambda w: w.seen)
+        del self.workers[oldest.worker_id]
+        self._by_incarnation.pop(oldest.info.incarnation, None)
+        self.draining.discard(oldest.worker_id)
+        return True
+
     def find(self, incarnation: str) -> WorkerView | None:
         """The worker whose current life this is; None for unknown and former lives."""
         return self._by_incarnation.get(incarnation)
@@ -142,13 +156,18 @@ class ClusterView:
         worker.decode_requests -= 1
         worker.decode_tokens -= tokens
 
+    def state_of(self, worker: WorkerView) -> ShownState:
+        """As people are shown it."""
+        drains = worker.ready and (worker.leaving or worker.worker_id in self.draining)
+        return "draining" if drains else worker.state
+
     def statuses(self, now: float) -> tuple[WorkerStatus, ...]:
         """All workers for `baton status`, in the order in which their ids first joined."""
         return tuple(
             WorkerStatus(
                 info=w.info,
                 load=w.load,
-                state="draining" if w.ready and (w.leaving or w.worker_id in self.draining) else w.state,
+                state=self.state_of(w),
                 seen_s_ago=max(0.0, now - w.seen),
                 num_outstanding=w.num_outstanding,
             )

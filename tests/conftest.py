@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # A shell that starts us in the background has SIGINT ignored, and the processes that tests interrupt would inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# How long an example takes is the machine's affair, which other work shares; `timeout` ends what hangs.
+settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("baton")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on Ray come first. They take longest, and mostly wait: the other process of `-n 2` has the cores meanwhile.
+
+    It takes over tests from the end only, so Ray clusters of different tests are not beside each other.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("ray") is None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cores_are_shared() -> None:
+    """With `-n` torch computes with this process' part of the cores: threads that wait for each other spin."""
+    if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+        import torch
+
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(workers)))
 
 
 @pytest.fixture(scope="session")
@@ -49,8 +73,9 @@ def one_torch_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def emulated_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The kernels for AVX-512 in plain C++: a library that runs on any CPU."""
-    from tests.native.emulation import build_emulated_library
+def emulated_library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernels for AVX-512 in plain C++: a library that runs on any CPU, kept for further runs."""
+    from tests.native.emulation import emulated_library_in
 
-    return build_emulated_library(tmp_path_factory.mktemp("emulated"))
+    cache = getattr(request.config, "cache", None)
+    return emulated_library_in(tmp_path_factory.mktemp("emulated") if cache is None else cache.mkdir("emulated"))

@@ -20,12 +20,12 @@ from baton.protocol import (
     LoadReport,
     MarksOut,
     RequestKey,
-    SamplingParams,
     TokenOut,
     Tokens,
     WorkerInfo,
 )
-from router.actions import NewTokens, RequestDone, RequestFailed, RouterAction, SampleDone, SendWorker
+from baton.sampling_params import SamplingParams
+from router.actions import LedgerDone, NewTokens, RequestDone, RequestFailed, RouterAction, SampleDone, SendWorker
 from router.core import RouterCore
 from router.request import TokenWatch
 
@@ -89,6 +89,8 @@ def told(actions: Sequence[RouterAction]) -> list[Any]:
                 short.append(("done", action.label, action.finish_reason))
             case RequestFailed():
                 short.append(("failed", action.label, action.code))
+            case LedgerDone():
+                short.append(("ledger", action.message))
     return short
 
 

@@ -14,7 +14,8 @@ import zmq
 from baton.engine.request import ChunkDone, Effect, Ended, EngineRequest, PromptDone
 from baton.host_memory import HostMemory
 from baton.layout import KVLayout
-from baton.protocol import RequestKey, SamplingParams, Submit, TransferId, WorkerInfo
+from baton.protocol import RequestKey, Submit, TransferId, WorkerInfo
+from baton.sampling_params import SamplingParams
 from kv_transfer.base import Completion, KVTransport
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, block_size=4, head_dim=2, dtype="float32")
@@ -181,6 +182,9 @@ class FakeEngine:
         self._let_go(request.blocks)
 
     # both
+
+    def lives_of(self, blocks: Iterable[int]) -> tuple[int, ...]:
+        return tuple(0 for _ in blocks)
 
     def release(self, key: RequestKey, now: float) -> None:
         self.calls.append(("release", key))

@@ -12,17 +12,21 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 
+import msgspec
 import zmq
 
 import baton_cluster.build
 from baton.config import ClusterConfig, parse_config
 from baton.engine.request import EngineRequest, StepPlan
 from baton.layout import KVLayout
-from baton.protocol import RequestKey, SamplingParams
+from baton.ports import PeerLinks
+from baton.protocol import RequestKey
+from baton.sampling_params import SamplingParams
 from baton.worker import EngineWorker
 from baton_cluster.build import build_worker
 from baton_cluster.specs import WorkerSpec, worker_specs
 from kv_transfer.base import KVTransport
+from kv_transfer.links import ZmqPeerLinks
 from kv_transfer.registry import open_transport
 from router.client import RouterClient
 from router.server import RouterServer
@@ -30,7 +34,8 @@ from tests.fakes import VOCAB, StubRunner, made_up_token
 from tests.fakes_router import LetterText
 from tests.fakes_transfer import FakePool
 
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, block_size=16, head_dim=4, dtype="float32")
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, block_size=16, head_dim=2, dtype="float32")
+"""A position's 8 bytes of `StubRunner` are its key, so they go where it goes if blocks are re-sliced."""
 MAX_MODEL_LEN = 512
 WAIT_S = 20.0
 
@@ -55,8 +60,8 @@ def wait_until(condition: Callable[[], bool], what: str, *, within_s: float = WA
 class RecordingRunner(StubRunner):
     """A StubRunner that remembers what went wrong, and takes `step_s(plan)` seconds for a step."""
 
-    def __init__(self, memory: FakePool, step_s: Callable[[StepPlan], float]):
-        super().__init__(memory=memory, block_size=LAYOUT.block_size)
+    def __init__(self, memory: FakePool, step_s: Callable[[StepPlan], float], block_size: int = LAYOUT.block_size):
+        super().__init__(memory=memory, block_size=block_size)
         self.failures: list[BaseException] = []
         self._step_s = step_s
 
@@ -81,11 +86,13 @@ def stub_worker(
     transport: str,
     step_s: Callable[[StepPlan], float],
     wrap: Callable[[KVTransport], KVTransport] = lambda transport: transport,
+    wrap_links: Callable[[PeerLinks], PeerLinks] = lambda links: links,
 ) -> tuple[EngineWorker, RecordingRunner, FakePool]:
     """A worker without a model, not started yet, with its runner and its KV pool."""
-    pool: Any = FakePool(config.pools[spec.pool].kv_blocks or 256, LAYOUT.block_bytes)
-    pool.layout = LAYOUT
-    runner = RecordingRunner(pool, step_s)
+    layout = msgspec.structs.replace(LAYOUT, block_size=config.block_size_of(config.pools[spec.pool]))
+    pool: Any = FakePool(config.pools[spec.pool].kv_blocks or 256, layout.block_bytes)
+    pool.layout = layout
+    runner = RecordingRunner(pool, step_s, layout.block_size)
     built: Any = SimpleNamespace(
         runner=runner,
         kv_cache=pool,
@@ -95,19 +102,24 @@ def stub_worker(
         device="cpu",
         max_model_len=MAX_MODEL_LEN,
     )
-    original = baton_cluster.build.open_transport
-    baton_cluster.build.open_transport = lambda url: wrap(open_transport(url))
+    originals = {name: getattr(baton_cluster.build, name) for name in ("open_transport", "ZmqPeerLinks")}
+    baton_cluster.build.open_transport = lambda *url: wrap(open_transport(*url))
+    baton_cluster.build.ZmqPeerLinks = lambda **parts: wrap_links(ZmqPeerLinks(**parts))
     try:
         worker = build_worker(
             config, spec, built, router_address=router_address, context=context, transport=transport, pid=os.getpid()
         )
     finally:
-        baton_cluster.build.open_transport = original
+        for name, original in originals.items():
+            setattr(baton_cluster.build, name, original)
     return worker, runner, pool
 
 
 class StubCluster:
-    """`pools` as in cluster.yaml. `wrap(worker_id, transport)` may put a faulty transport in between."""
+    """`pools` as in cluster.yaml.
+
+    `wrap(worker_id, transport)` may put a faulty transport in between, `wrap_links(worker_id, links)` faulty links.
+    """
 
     def __init__(
         self,
@@ -116,6 +128,7 @@ class StubCluster:
         transport: str = "inproc",
         step_s: Callable[[str, StepPlan], float] = lambda worker_id, plan: 0.0,
         wrap: Callable[[str, KVTransport], KVTransport] = lambda worker_id, transport: transport,
+        wrap_links: Callable[[str, PeerLinks], PeerLinks] = lambda worker_id, links: links,
         **sections: Any,
     ):
         tree = {"launcher": "local", "pools": pools, "liveness": {"heartbeat_s": 0.2, "timeout_s": 10}, **sections}
@@ -129,6 +142,7 @@ class StubCluster:
         self.runners: dict[str, RecordingRunner] = {}
         self.pools: dict[str, FakePool] = {}
         self.transports: dict[str, KVTransport] = {}
+        self._wrap_links = wrap_links
         try:
             for spec in worker_specs(self.config):
                 self._add(spec, transport, step_s, wrap)
@@ -146,13 +160,14 @@ class StubCluster:
             context=self.context,
             transport=transport,
             step_s=lambda plan: step_s(name, plan),
-            wrap=lambda opened: wrap(name, opened),
+            wrap=lambda opened: self.transports.setdefault(name, wrap(name, opened)),
+            wrap_links=lambda links: self._wrap_links(name, links),
         )
         self.workers[name], self.runners[name], self.pools[name] = worker, runner, pool
         worker.start(WAIT_S)
 
     def client(self) -> RouterClient:
-        return RouterClient(self.address)
+        return RouterClient(self.address, secret=self.config.security.secret)
 
     def num_held_blocks(self) -> int:
         return sum(worker.num_held_blocks() for worker in self.workers.values())

@@ -17,6 +17,7 @@ from collections.abc import Collection
 from baton.engine.blocks import BlockPool
 from baton.engine.prefix_cache import NOTHING, Match, PrefixCache
 from baton.engine.request import EngineRequest, StepPlan
+from baton.protocol import RequestKey
 from baton.timeline import Mark
 
 
@@ -27,6 +28,8 @@ class BlockTables:
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
         self.cache = PrefixCache(self.pool, block_size, fingerprint) if prefix_cache else None
+        self.last_owner: list[RequestKey | None] = [None] * num_blocks
+        """Who each block was last allocated for; for the audit, which may find one that nobody names any more."""
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -84,7 +87,7 @@ class BlockTables:
 
     def grow(self, request: EngineRequest) -> bool:
         """One more block; False if none is free."""
-        blocks = self.pool.allocate(1)
+        blocks = self._allocate(request, 1)
         if blocks is None:
             return False
         request.blocks = [*request.blocks, *blocks]
@@ -94,7 +97,7 @@ class BlockTables:
         if self.pool.num_free - num_blocks < spare:
             return False
         # A new list: a step under way may be reading the old one.
-        request.blocks = [*request.blocks, *(self.pool.allocate(num_blocks) or ())]
+        request.blocks = [*request.blocks, *(self._allocate(request, num_blocks) or ())]
         return True
 
     def _hold(self, request: EngineRequest, match: Match, num_blocks: int, spare: int) -> bool:
@@ -110,12 +113,18 @@ class BlockTables:
             pool.share(block)
         if source is not None:
             pool.share(source)
-        request.blocks = [*match.blocks, *(pool.allocate(num_new) or ())]
+        request.blocks = [*match.blocks, *(self._allocate(request, num_new) or ())]
         request.copy_source = source
         request.num_computed = match.num_tokens if source is match.source else len(match.blocks) * self.block_size
         if self.cache is not None:
             self.cache.begin(request, match)
         return True
+
+    def _allocate(self, request: EngineRequest, num_blocks: int) -> list[int] | None:
+        blocks = self.pool.allocate(num_blocks)
+        for block in blocks or ():
+            self.last_owner[block] = request.key
+        return blocks
 
     # --- giving back ----------------------------------------------------------------------------
 

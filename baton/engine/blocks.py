@@ -23,6 +23,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.refs = [0] * num_blocks
         """Holders by block id."""
+        self.lives = [0] * num_blocks
+        """How often each block was given out for new content."""
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         """Registered blocks without a holder, in the order in which they are given away."""
@@ -48,6 +50,7 @@ class BlockPool:
         if num_blocks == 1 and self._free:
             block = self._free.pop()
             self.refs[block] = 1
+            self.lives[block] += 1
             return [block]
         if num_blocks > self.num_free:
             return None
@@ -61,6 +64,7 @@ class BlockPool:
             blocks.append(block)
         for block in blocks:
             self.refs[block] = 1
+            self.lives[block] += 1
         return blocks
 
     def share(self, block: int) -> None:

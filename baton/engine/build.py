@@ -72,7 +72,7 @@ def build_runner(
     if model is None:
         model = load_model(config.engine, spec, path, dtype=dtype, device=device)
     engine = config.engine
-    layout = spec.kv_layout(engine.block_size, dtype)
+    layout = spec.kv_layout(config.block_size_of(pool), dtype)
     memory = plan_memory(
         pool,
         layout,

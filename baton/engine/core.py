@@ -193,6 +193,11 @@ class EngineCore:
 
     # --- requests go out ------------------------------------------------------------------------
 
+    def lives_of(self, blocks: Iterable[int]) -> tuple[int, ...]:
+        """`BlockPool.lives` of each block."""
+        lives = self.pool.lives
+        return tuple(lives[block] for block in blocks)
+
     def release(self, key: RequestKey, now: float) -> None:
         """The transfer neither reads nor writes the request's blocks any more. Unknown keys are a no-op."""
         request = self._requests.get(key)
@@ -365,6 +370,19 @@ class EngineCore:
     def live(self) -> list[RequestKey]:
         """Every request that has not ended."""
         return [key for key, request in self._requests.items() if not request.ended]
+
+    def requests(self) -> Iterable[EngineRequest]:
+        """Every request that has not ended or still holds blocks."""
+        return self._requests.values()
+
+    def scheduled(self) -> set[RequestKey]:
+        """Requests that `schedule` will come to: they run, or wait for blocks or for credit."""
+        return {*self._running, *self._uncredited, *(request.key for request in self._waiting)}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step is under way, or `schedule` has somebody to come to."""
+        return self._plan is not None or bool(self._running or self._waiting or self._uncredited)
 
     def holders(self) -> list[EngineRequest]:
         """Every request that holds blocks."""

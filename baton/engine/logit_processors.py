@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.engine.sampler import Row
-from baton.protocol import SamplingParams
+from baton.sampling_params import SamplingParams
 
 LARGEST = np.finfo(np.float32).max
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from baton.protocol import TokenLogprobs
+from baton.sampling_params import TokenLogprobs
 
 ROWS_AT_ONCE = 64
 """Rows whose log probabilities are in memory together: a long prompt has thousands, of a whole vocabulary each."""

@@ -19,7 +19,8 @@ from enum import Enum
 
 import msgspec
 
-from baton.protocol import FinishReason, RequestKey, SamplingParams, TokenLogprobs
+from baton.protocol import FinishReason, RequestKey
+from baton.sampling_params import SamplingParams, TokenLogprobs
 
 NEVER = 1 << 62
 """More tokens than any request has."""

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.protocol import SamplingParams
+from baton.sampling_params import SamplingParams
 
 Row = npt.NDArray[np.float32]
 """Logits of one place, shape [vocab]."""

@@ -15,7 +15,8 @@ Copies run on a stream of their own: they wait for steps that have ended, not fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,18 @@ class StagedBlocks:
     def store(self, block_ids: Sequence[int]) -> None:
         """See `StagedMemory.store`."""
         self._copy((self._kv_cache.block_tensor(b), self._open[b]) for b in block_ids)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[torch.Tensor]:
+        """See `StagedMemory.writing`."""
+        if self._stream is None:
+            yield self._kv_cache.tensor
+            return
+        with torch.cuda.stream(self._stream):
+            if (written := self._kv_cache.written) is not None:
+                self._stream.wait_event(written)
+            yield self._kv_cache.tensor
+        self._stream.synchronize()
 
     def close_views(self) -> None:
         """See `StagedMemory.close_views`."""

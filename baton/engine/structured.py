@@ -25,7 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import InvalidRequestError, ModelError
-from baton.protocol import RequestKey, StructuredOutput
+from baton.protocol import RequestKey
+from baton.sampling_params import StructuredOutput
 
 MAX_MATCHERS = 512
 """Requests whose place in their form is remembered; one that is forgotten is found again by its tokens."""

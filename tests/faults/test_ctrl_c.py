@@ -12,6 +12,8 @@ import psutil
 import pytest
 import yaml
 
+pytestmark = pytest.mark.ray
+
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("moment", ["starting Ray", "placing", "loading the model"])

@@ -24,6 +24,8 @@ from router.client import RouterClient
 from tests.golden.tiny_models import VOCAB
 from tests.stub_cluster import wait_until
 
+pytestmark = pytest.mark.ray
+
 STREAMS = 20
 TOKENS = 240
 RESTART_S = 90.0

@@ -20,7 +20,8 @@ import zmq
 from baton.codec import Codec
 from baton.engine.request import StepPlan
 from baton.errors import ClusterError, OverloadedError, RequestTooLargeError
-from baton.protocol import SamplingParams, TransferId
+from baton.protocol import TransferId
+from baton.sampling_params import SamplingParams
 from baton.timeline import Stage
 from kv_transfer.base import Completion as TransportEvent
 from kv_transfer.base import KVTransport, Received
@@ -28,7 +29,7 @@ from kv_transfer.messages import Commit, Data, Offer, ToDecode
 from kv_transfer.zmq_transport import DataHeader
 from router.client import RouterClient
 from tests.stub_cluster import LAYOUT, StubCluster, expected_tokens, wait_until
-from tests.stub_process import TRANSPORT, ProcessCluster
+from tests.stub_process import GROUPS, TRANSPORT, ProcessCluster
 from tests.stub_process import TRANSPORTS as BETWEEN_PROCESSES
 
 B = LAYOUT.block_size
@@ -36,6 +37,8 @@ ENGINE = {"max_batch_tokens": 48, "max_batch_requests": 8}
 SPLIT: dict[str, Any] = {"prefill": {}, "decode": {}}
 TRANSPORTS = pytest.mark.parametrize("transport", ["inproc", *BETWEEN_PROCESSES])
 APART = pytest.mark.parametrize("transport", BETWEEN_PROCESSES)
+TRANSPORTS_AND_GROUPS = pytest.mark.parametrize("transport", ["inproc", *BETWEEN_PROCESSES, GROUPS])
+APART_AND_GROUPS = pytest.mark.parametrize("transport", [*BETWEEN_PROCESSES, GROUPS])
 
 
 def prompt_of(length: int, salt: int = 0) -> list[int]:
@@ -158,7 +161,7 @@ def ended_well(cluster: StubCluster) -> None:
 # --- hand-over --------------------------------------------------------------------------------------
 
 
-@TRANSPORTS
+@TRANSPORTS_AND_GROUPS
 def test_abort_while_blocks_are_under_way(transport: str) -> None:
     """Row 1: decode frees at once, and what arrives later is dropped and counted."""
     held, wrap = decode_wrapped(HeldTransport)
@@ -169,7 +172,7 @@ def test_abort_while_blocks_are_under_way(transport: str) -> None:
             wait_until(lambda: cluster.workers["decode-0"].num_held_blocks() > 0, "decode has reserved")
             stream.cancel()
         wait_until(lambda: cluster.workers["decode-0"].num_held_blocks() == 0, "decode has freed", within_s=2)
-        assert held[0].num_cancelled == 1
+        wait_until(lambda: held[0].num_cancelled == 1, "the transfer is cancelled")
         let_go(cluster, held[0])
         prompt = prompt_of(40)
         assert list(client.generate(prompt, max_tokens=5, seed=0).token_ids) == expected_tokens(prompt, 5)
@@ -269,7 +272,8 @@ def test_forged_ids_ranges_and_frames_never_reach_a_pool() -> None:
             header = Codec(DataHeader).encode(DataHeader(stolen, indices))
             data.send_multipart([header, *(bytes(size) for size in sizes)])
         stats = decode._links._transport.stats  # type: ignore[attr-defined]
-        wait_until(lambda: (stats.num_dropped, stats.num_malformed) == (2, 2), "the forged frames came")
+        # Of what nobody awaits any size is one that could come late.
+        wait_until(lambda: (stats.num_dropped, stats.num_malformed) == (3, 1), "the forged frames came")
         for length in (5, 40):
             prompt = prompt_of(length)
             done = client.generate(prompt, max_tokens=10, seed=0)
@@ -544,7 +548,7 @@ QUICK: dict[str, Any] = {"engine": ENGINE, "liveness": LIVENESS}
 HANGS_S = 60.0
 
 
-@APART
+@APART_AND_GROUPS
 def test_a_prefill_worker_killed_at_prefill(transport: str) -> None:
     """Row 27: decode's reservation is back within two seconds, and the request goes on elsewhere."""
     pools = {"prefill": {"workers": 2}, "decode": {}}
@@ -613,7 +617,7 @@ def test_a_worker_that_dies_and_comes_back(transport: str) -> None:
         ended_well(cluster)
 
 
-@APART
+@APART_AND_GROUPS
 def test_a_worker_that_freezes_and_thaws(transport: str) -> None:
     """Row 27: it counts as lost meanwhile; what it says afterwards about attempts that were moved is not believed."""
     pools = {"prefill": {}, "decode": {"workers": 2}}

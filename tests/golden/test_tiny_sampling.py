@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from baton.config import parse_config
 from baton.engine.step import Step
 from baton.errors import InvalidRequestError, RequestFailedError
-from baton.protocol import StructuredOutput, TokenLogprobs
+from baton.sampling_params import StructuredOutput, TokenLogprobs
 from baton_cluster.local import LocalCluster
 from router.completion import Completion
 from tests.byte_model import VOCAB, make_byte_model

@@ -23,7 +23,8 @@ from baton.engine.request import EngineRequest, StepItem, StepPlan
 from baton.engine.runner import ModelRunner
 from baton.engine.transformers_model import TransformersModel
 from baton.engine.weights import iter_weights
-from baton.protocol import RequestKey, SamplingParams
+from baton.protocol import RequestKey
+from baton.sampling_params import SamplingParams
 
 VOCAB = 211
 TIE = 2e-5

@@ -23,6 +23,8 @@ from baton_cluster.ray_session import RaySession
 from baton_experiments.placement import with_placement
 from tests.stub_cluster import wait_until
 
+pytestmark = pytest.mark.ray
+
 CASES = json.loads((Path(__file__).parents[1] / "golden" / "demo_tokens.json").read_text(encoding="utf-8"))["cases"]
 START_S = 120.0
 

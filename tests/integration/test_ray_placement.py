@@ -16,6 +16,8 @@ from baton.protocol import WorkerInfo
 from baton_cluster.ray_cluster import RayCluster
 from baton_cluster.ray_session import RaySession
 
+pytestmark = pytest.mark.ray
+
 NODES = ("127.0.0.2", "127.0.0.3")
 
 

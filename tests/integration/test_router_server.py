@@ -41,7 +41,6 @@ from baton.protocol import (
     MarksOut,
     Peers,
     RequestKey,
-    SamplingParams,
     Submit,
     ToClient,
     TokenOut,
@@ -51,6 +50,7 @@ from baton.protocol import (
     ToWorker,
     WorkerInfo,
 )
+from baton.sampling_params import SamplingParams
 from baton.timeline import Mark
 from router.client import AsyncRouterClient, RouterClient
 from router.server import RouterServer

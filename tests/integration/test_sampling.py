@@ -21,7 +21,8 @@ from baton.engine.request import EngineRequest, StepPlan
 from baton.engine.sampler import Row, choose
 from baton.engine.step_sampler import prompt_places
 from baton.errors import InvalidRequestError, OverloadedError
-from baton.protocol import RequestKey, SamplingParams, TokenLogprobs
+from baton.protocol import RequestKey
+from baton.sampling_params import SamplingParams, TokenLogprobs
 from baton_cli.main import app
 from router.client import Completion, RouterClient
 from tests.fakes import VOCAB

@@ -23,7 +23,8 @@ import pytest
 from baton.config import ClusterConfig, parse_config
 from baton.engine.request import EngineRequest, StepPlan
 from baton.errors import BatonError
-from baton.protocol import SamplingParams, TransferId
+from baton.protocol import TransferId
+from baton.sampling_params import SamplingParams
 from baton.timeline import Mark
 from baton.worker_core import WorkerCore
 from baton_cluster.history import LifeHistory
@@ -126,6 +127,7 @@ SCENARIOS = {
         SPLIT, plain(*CANCELS), sections={"engine": {**SECTIONS["engine"], "policy": "prefill_first"}}
     ),
     "a narrow link": Scenario(SPLIT, plain(*CANCELS), sections={"transfer": {"max_unacked_blocks": 2}}),
+    "the same beginning 16 to 24": Scenario({"prefill": {}, "decode": {"block_size": 24}}, AGAIN),
     "no checksums": Scenario(SPLIT, plain(), sections={"transfer": {"checksum": "none"}}),
     "too large": Scenario({"prefill": {"kv_blocks": 8}, "decode": {"kv_blocks": 8}}, TOO_LARGE, max_model_len=8 * B),
     "too large colocated": Scenario({"both": {"kv_blocks": 8}}, TOO_LARGE, max_model_len=8 * B),

@@ -25,7 +25,8 @@ from baton.engine.core import EngineCore
 from baton.engine.policy import POLICIES
 from baton.engine.request import ChunkDone, Effect, Emit, Ended, EngineRequest, PromptDone, RequestState, StepPlan
 from baton.errors import InvalidRequestError, RequestTooLargeError
-from baton.protocol import RequestKey, SamplingParams
+from baton.protocol import RequestKey
+from baton.sampling_params import SamplingParams
 
 B = 4
 EOS = 99

@@ -24,11 +24,11 @@ from baton.protocol import (
     Heartbeat,
     Replace,
     RequestKey,
-    SamplingParams,
     Submit,
     TokenOut,
     Tokens,
 )
+from baton.sampling_params import SamplingParams
 from router.actions import NewTokens, RequestDone, RequestFailed, RouterAction, SampleDone, SendWorker
 from router.core import RouterCore
 from tests.fakes_router import config_of, join, worker

@@ -20,18 +20,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.errors import ProtocolError
 from baton.ports import Action, CancelTransfer, ConnectPeer, DropLink, ReceiveBlocks, ShipBlocks, ToPeer, ToRouter
-from baton.protocol import (
-    AttemptFailed,
-    HandoffDone,
-    HandoffRefused,
-    Replace,
-    RequestKey,
-    SamplingParams,
-    Submit,
-    TransferId,
-)
+from baton.protocol import AttemptFailed, HandoffDone, HandoffRefused, Replace, RequestKey, Submit, TransferId
+from baton.sampling_params import SamplingParams
 from decode_worker.receive_port import ReceivePort
-from kv_transfer.session import ENDS
+from kv_transfer.session import ENDS, MAX_RELINKS
 from prefill_worker.send_port import SendPort
 from tests.fakes_transfer import LAYOUT, FakeEngine, key_of, worker_info
 
@@ -52,7 +44,7 @@ class Worker:
 
 
 class Prefill(Worker):
-    def __init__(self, incarnation: str):
+    def __init__(self, incarnation: str, pulls: bool = False):
         super().__init__(incarnation, BLOCKS_P)
         self.port = SendPort(
             worker_id="prefill-0",
@@ -62,6 +54,7 @@ class Prefill(Worker):
             engine=self.engine,
             lease_s=LEASE,
             max_unacked_blocks=3,
+            pulls=pulls,
         )
         self.reading: Counter[tuple[TransferId, int]] = Counter()
         """(transfer, index) that the transport may still read."""
@@ -109,6 +102,8 @@ class HandOver(RuleBasedStateMachine):
         self.wire: list[tuple[str, str, Any]] = []
         """(from, to, message)."""
         self.frames: list[Frame] = []
+        self.late: list[tuple[TransferId, int, int]] = []
+        """(transfer, index, content) of blocks that were on a link when it was cut, and may still arrive."""
         self.failed: Counter[RequestKey] = Counter()
         self.moved: list[int] = []
         """Blocks that each hand-over moved, as P tells the router."""
@@ -116,7 +111,7 @@ class HandOver(RuleBasedStateMachine):
         self.tokens: dict[RequestKey, tuple[int, ...]] = {}
         """Each request's prompt."""
         self.num_refs = 0
-        self.p, self.d = Prefill("P0"), Decode("D0", self.pulls)
+        self.p, self.d = Prefill("P0", self.pulls), Decode("D0", self.pulls)
         self.act(self.p, self.p.port.on_peers((worker_info("D0"),), self.now))
         while self.wire:
             self.hear(self.wire.pop(0))
@@ -128,7 +123,7 @@ class HandOver(RuleBasedStateMachine):
             match action:
                 case ToPeer(peer, message):
                     self.wire.append((worker.incarnation, peer, message))
-                case ShipBlocks(_, transfer, blocks):
+                case ShipBlocks(_, transfer, blocks, _):
                     assert isinstance(worker, Prefill)
                     refs = []
                     for index, block in blocks:
@@ -289,6 +284,25 @@ class HandOver(RuleBasedStateMachine):
             self.act(self.d, self.d.port.on_link_lost(self.p.incarnation, "reset", self.now))
 
     @precondition(lambda self: self.num_requests)
+    @rule(first=st.sampled_from("pd"), late=st.booleans())
+    def cut(self, first: str, late: bool = False) -> None:
+        """The link goes, and both sides hear of it. What was on it is lost, or (of a link that pushes) comes late."""
+        if late and not self.pulls:
+            frames = [frame for frame in self.frames if frame.source is self.p]
+            self.late += [(f.transfer, f.index, self.p.memory[f.block]) for f in frames]
+        for who in sorted("pd", key=lambda who: who != first):
+            self.link_lost(who)
+
+    @precondition(lambda self: self.late)
+    @rule(pick=PICK)
+    def late_frame(self, pick: int) -> None:
+        transfer, index, value = self.late.pop(pick % len(self.late))
+        block = self.d.writable.get(transfer, {}).pop(index, None)
+        if block is not None:
+            self.d.memory[block] = value
+            self.act(self.d, self.d.port.on_received(transfer, {index: value}, self.now))
+
+    @precondition(lambda self: self.num_requests)
     @rule(who=st.sampled_from("pd"), polite=st.booleans())
     def crash(self, who: str, polite: bool) -> None:
         """A worker is killed and starts anew; what its former life said is still on the wire."""
@@ -296,7 +310,7 @@ class HandOver(RuleBasedStateMachine):
         if who == "p":
             for frame in [f for f in self.frames if f.source is self.p]:
                 self.land_dead(frame)
-            former, self.p = self.p.incarnation, Prefill(f"P{self.num_lives}")
+            former, self.p = self.p.incarnation, Prefill(f"P{self.num_lives}", self.pulls)
             self.act(self.p, self.p.port.on_peers((worker_info(self.d.incarnation),), self.now))
             if polite:
                 self.act(self.d, self.d.port.on_link_lost(former, "killed", self.now))
@@ -420,6 +434,8 @@ def walk(seed: int, num_steps: int = 200, kind: type[HandOver] = HandOver) -> Co
             (0.5, bool(machine.num_requests), lambda: machine.router_aborts(pick())),
             (1, True, lambda: machine.time_passes(rng.uniform(0.1, 4))),
             (0.1, True, lambda: machine.link_lost(rng.choice("pd"))),
+            (0.1, True, lambda: machine.cut(rng.choice("pd"), rng.random() < 0.5)),
+            (2, bool(machine.late), lambda: machine.late_frame(pick())),
             (0.1, True, lambda: machine.crash(rng.choice("pd"), rng.random() < 0.5)),
         ]
         possible = [(weight, event) for weight, enabled, event in events if enabled]
@@ -457,3 +473,44 @@ def test_without_faults_everything_is_adopted() -> None:
         raise AssertionError("correct peers, and yet") from e
     assert machine.p.port.counters["done"] == machine.d.port.counters["done"] == 1
     assert not machine.failed
+
+
+def life_with_cuts(seed: int, kind: type[HandOver]) -> int:
+    """Two requests between peers that are well; what is under way arrives before time passes. Returns how many cuts."""
+    rng = random.Random(seed)
+    pick = lambda: rng.randrange(1 << 16)
+    machine = kind()
+    machine.start()
+    for _ in range(2):
+        machine.submit(rng.randint(1, 16), 4, rng.randint(0, 2))
+    num_cuts = 0
+    for _ in range(60):
+        granted = sorted(machine.p.engine.granted)
+        events: list[tuple[bool, Any]] = [
+            (bool(machine.wire), lambda: machine.deliver_in_order(1)),
+            (bool(machine.can_land()), lambda: machine.frame(pick(), "arrives")),
+            (bool(machine.late), lambda: machine.late_frame(pick())),
+            (bool(granted), lambda keys=granted: machine.compute(rng.choice(keys), rng.randint(1, 8))),
+            (num_cuts < MAX_RELINKS, lambda: machine.cut(rng.choice("pd"), rng.random() < 0.5)),
+        ]
+        possible = [number for number, (enabled, _) in enumerate(events) if enabled]
+        if possible:
+            chosen = rng.choice(possible)
+            num_cuts += chosen == 4
+            events[chosen][1]()
+    machine.teardown()
+    assert not machine.failed
+    assert machine.p.port.counters["done"] == machine.d.port.counters["done"] == 2
+    return num_cuts
+
+
+@pytest.mark.parametrize("kind", [HandOver, PullingHandOver])
+def test_cuts_between_healthy_peers_fail_no_attempt(kind: type[HandOver]) -> None:
+    num_cuts = 0
+    for seed in range(100):
+        try:
+            num_cuts += life_with_cuts(seed, kind)
+        except Exception as e:
+            e.add_note(f"seed {seed}")
+            raise
+    assert num_cuts > 100

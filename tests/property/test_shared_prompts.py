@@ -17,7 +17,7 @@ import pytest
 from baton.config import parse_config
 from baton.engine.request import EngineRequest
 from baton.layout import KVLayout
-from baton.protocol import SamplingParams
+from baton.sampling_params import SamplingParams
 from baton_cluster.latency import LinearLatency, LinkModel, StepFailed
 from baton_cluster.simulated import SimulatedCluster
 from tests.fakes import made_up_token

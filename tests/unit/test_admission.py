@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import InvalidRequestError, OverloadedError, RequestError, RequestTooLargeError
-from baton.protocol import ChatMessage, Generate, SamplingParams, WorkerInfo
+from baton.protocol import ChatMessage, Generate, WorkerInfo
+from baton.sampling_params import SamplingParams
 from router.admission import admit, check_source, check_token_ids
 from router.policy import PlacementPolicy
 from router.view import ClusterView

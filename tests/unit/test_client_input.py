@@ -9,7 +9,8 @@ import pytest
 
 from baton.codec import Codec
 from baton.errors import InvalidRequestError
-from baton.protocol import MAX_TEXT, Generate, StructuredOutput
+from baton.protocol import MAX_TEXT, Generate
+from baton.sampling_params import StructuredOutput
 from router.completion import build_generate
 
 HALF_A_PAIR = "a\ud800b"

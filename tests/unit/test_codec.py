@@ -7,14 +7,24 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.codec import Codec
 from baton.errors import CodecError, VersionError
 from baton.layout import KVLayout
+from baton.ledger import (
+    AskLedger,
+    ClusterLedger,
+    Finding,
+    LedgerEntry,
+    LedgerReport,
+    LedgerRequest,
+    OpenRequest,
+    Reason,
+    WorkerLedger,
+)
 from baton.protocol import (
-    MAX_CONSTRAINT,
     PROTOCOL_VERSION,
     Abort,
     AttemptFailed,
@@ -40,13 +50,10 @@ from baton.protocol import (
     Peers,
     Replace,
     RequestKey,
-    SamplingParams,
     Status,
     StatusRequest,
-    StructuredOutput,
     Submit,
     ToClient,
-    TokenLogprobs,
     TokenOut,
     Tokens,
     ToRouterFromClient,
@@ -57,6 +64,7 @@ from baton.protocol import (
     WorkerInfo,
     WorkerStatus,
 )
+from baton.sampling_params import MAX_CONSTRAINT, SamplingParams, StructuredOutput, TokenLogprobs
 from kv_transfer.messages import (
     AbortTransfer,
     Accept,
@@ -94,6 +102,10 @@ WORKER = WorkerInfo(
     "w", "i", "p", "both", "f", LAYOUT, 10, 100, 8, "tcp://127.0.0.1:1", "zmq+tcp://127.0.0.1:2", cores=(0, 1)
 )
 
+ENTRY = LedgerEntry("ab" * 16, 1, 0, Reason.SHIPPING, 3, 0.5, -1.0, 1, "d", "i", (7, 8, 9))
+FINDING = Finding("stranded", 2, "ab/1", "why", (1, 2))
+REPORT = LedgerReport("w", 1, 10, 4, 2, (ENTRY,), 1, (FINDING,), 2, 0, 1.5, "slow")
+
 MESSAGES: dict[Any, list[Any]] = {
     ToRouterFromWorker: [
         Join(1, WORKER, 0.5),
@@ -104,6 +116,7 @@ MESSAGES: dict[Any, list[Any]] = {
         AttemptFailed("w", KEY, "refused", "because"),
         HandoffRefused("w", KEY, "d", "full"),
         HandoffDone("w", KEY, 3, 4096, {5: 1.5}),
+        REPORT,
     ],
     ToWorker: [
         Joined("r", 0.5, 1.0, 1.5),
@@ -115,6 +128,7 @@ MESSAGES: dict[Any, list[Any]] = {
         Replace(KEY, None),
         Abort(KEY),
         Abort(KEY._replace(sample=3)),
+        AskLedger(3, True),
     ],
     ToRouterFromClient: [
         Generate("l", SAMPLING, messages=(ChatMessage("user", "héllo 🎉"),)),
@@ -126,6 +140,7 @@ MESSAGES: dict[Any, list[Any]] = {
         StatusRequest("l"),
         Drain("l", "w", True),
         Explain("l", "ab"),
+        LedgerRequest("l", "w", True),
     ],
     ToClient: [
         Delta("l", (1, 2), "ab"),
@@ -134,6 +149,13 @@ MESSAGES: dict[Any, list[Any]] = {
         Done("l", "r", "length", Usage(1, 2), {0: 0.5}, "p", "d", 1, 10, "x"),
         Explained("l", {"request_id": "ab", "marks": {1: 0.5}}),
         Failed("l", "invalid_request", "empty", "prompt"),
+        ClusterLedger(
+            "l",
+            "baton",
+            (WorkerLedger("w", "both", "i", "ready", 0.5, REPORT, (0,)), WorkerLedger("v", "both", "j", "silent", 0.5)),
+            (OpenRequest("ab", 1, 0, "running", "w", "", 0.5, 3),),
+            1,
+        ),
         Status("l", "baton", "i", 1, (WorkerStatus(WORKER, LoadReport(), "ready", 0.1),), "demo", 100),
     ],
     ToDecode: [
@@ -250,6 +272,7 @@ def test_a_message_over_the_limit_is_refused_unread() -> None:
         Codec[Any](ToWorker, max_bytes=10).decode(b"\x00" * 11)
 
 
+@settings(deadline=None)  # the first example of a union builds its decoder
 @given(st.binary(max_size=300))
 def test_arbitrary_bytes_never_raise_anything_else(data: bytes) -> None:
     for union in MESSAGES:
@@ -257,6 +280,7 @@ def test_arbitrary_bytes_never_raise_anything_else(data: bytes) -> None:
             Codec[Any](union).decode(data)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(CASES), st.data())
 def test_damaged_messages_never_raise_anything_else(case: tuple[Any, Any], data: st.DataObject) -> None:
     union, message = case

@@ -48,6 +48,9 @@ def test_a_dumped_configuration_reads_back_the_same() -> None:
         ({"pools": {"prefill": {"role": "router"}}}, "pools.prefill.role", ["'router'", "decode"]),
         ({"liveness": {"timeout_s": 0.6}}, "liveness.timeout_s", ["0.6", "heartbeat_s"]),
         ({"transfer": {"transport": "inproc"}}, "transfer.transport", ["inproc", "zmq+tcp"]),
+        ({"transfer": {"transport": "pigeon"}}, "transfer.transport", ["'pigeon'", "auto, inproc, shm", "faulty+"]),
+        ({"transfer": {"transport": "zmq+tcp?drop=1"}}, "transfer.transport", ["impossible", "faulty+zmq+tcp"]),
+        ({"transfer": {"transport": "faulty+inproc?drop=1"}}, "transfer.transport", ["inproc", "zmq+tcp"]),
         ({"name": "a b"}, "name", ["'a b'"]),
     ],
 )
@@ -74,7 +77,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a: [1", "? [1,2]\n: 3\n", "!!python/object:os.system {}", "name: 2024-13-45", "a: \0", "[" * 3000]
+    "text", ["a: [1", "? [1,2]\n: 3\n", "!!python/object:os.system {}", "name: 2024-13-45", "a: \0", "[" * 1000]
 )
 def test_what_is_not_yaml_is_one_line_that_names_the_file(tmp_path: Path, text: str) -> None:
     broken = tmp_path / "broken.yaml"
@@ -108,6 +111,35 @@ def test_a_config_error_survives_pickling() -> None:
 def test_overrides_change_the_default_pools_and_do_not_replace_them() -> None:
     config = load_config(None, {"pools.decode.workers": 2})
     assert {name: pool.workers for name, pool in config.pools.items()} == {"prefill": 1, "decode": 2}
+
+
+def test_a_pools_own_block_size() -> None:
+    config = parse_config({"pools": {"prefill": {}, "decode": {"block_size": 32}}, "engine": {"block_size": 8}})
+    assert [config.block_size_of(pool) for pool in config.pools.values()] == [8, 32]
+    assert config.mixes_block_sizes
+    assert not parse_config({"pools": {"both": {"block_size": 32}}}).mixes_block_sizes
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo", "nccl", "nixl", "cuda-ipc"])
+def test_transports_that_move_blocks_as_they_are_need_one_block_size(transport: str) -> None:
+    device = {"device": "cuda" if transport in ("nccl", "cuda-ipc") else "auto"}
+    pools = {"prefill": device, "decode": {"block_size": 32, **device}}
+    with pytest.raises(
+        ConfigError, match=rf"pools\.decode\.block_size.*prefill: 16, decode: 32.*{transport}.*zmq\+tcp"
+    ):
+        parse_config({"pools": pools, "transfer": {"transport": transport}})
+    parse_config({"pools": {**pools, "prefill": pools["decode"]}, "transfer": {"transport": transport}})
+
+
+@pytest.mark.parametrize("transport", ["inproc", "shm", "gloo", "nccl", "nixl", "cuda-ipc"])
+def test_an_encoding_needs_a_transport_that_can_send_it(transport: str) -> None:
+    device = {"device": "cuda" if transport in ("nccl", "cuda-ipc") else "auto"}
+    tree: dict[str, Any] = {"launcher": "local", "transfer": {"transport": transport, "wire_encoding": "int8"}}
+    tree["pools"] = {"prefill": device, "decode": device}
+    with pytest.raises(ConfigError, match=rf"transfer\.wire_encoding.*{transport}.*allowed: none, or .*zmq\+tcp"):
+        parse_config(tree)
+    tree["transfer"]["transport"] = "zmq+tcp"
+    assert parse_config(tree).transfer.wire_encoding == "int8"
 
 
 @pytest.mark.parametrize("other", ["kv_memory_mib", "kv_blocks"])

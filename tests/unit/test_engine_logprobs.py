@@ -11,15 +11,8 @@ from baton.engine.core import EngineCore
 from baton.engine.policy import POLICIES
 from baton.engine.request import Effect, Emit, Ended, EngineRequest, StepItem, is_plain
 from baton.ports import ToRouter
-from baton.protocol import (
-    AttemptFailed,
-    RequestKey,
-    SamplingParams,
-    StructuredOutput,
-    Submit,
-    TokenLogprobs,
-    Tokens,
-)
+from baton.protocol import AttemptFailed, RequestKey, Submit, Tokens
+from baton.sampling_params import SamplingParams, StructuredOutput, TokenLogprobs
 from baton.worker_core import WorkerCore
 from tests.fakes_transfer import worker_info
 

@@ -7,7 +7,8 @@ import pytest
 from baton.engine.kv_cache import KVCache
 from baton.engine.request import EngineRequest, StepItem, StepPlan
 from baton.layout import KVLayout
-from baton.protocol import RequestKey, SamplingParams
+from baton.protocol import RequestKey
+from baton.sampling_params import SamplingParams
 from tests.fakes import StubRunner, made_up_token
 
 

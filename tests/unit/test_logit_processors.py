@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from baton.engine.logit_processors import process
 from baton.engine.sampler import Row
-from baton.protocol import SamplingParams
+from baton.sampling_params import SamplingParams
 
 VOCAB = 12
 NONE = -np.inf

@@ -7,7 +7,7 @@ import math
 import torch
 
 from baton.engine.logprobs import ROWS_AT_ONCE, token_logprobs
-from baton.protocol import TokenLogprobs
+from baton.sampling_params import TokenLogprobs
 
 
 def random_logits(rows: int, vocab: int) -> torch.Tensor:

@@ -135,12 +135,18 @@ def check(
     torch.testing.assert_close(out, expected, atol=atol, rtol=rtol)
 
 
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("size", HEAD_SIZES)
+SHAPES = [
+    (name, size, group)
+    for name in (*NATIVE, *EMULATED)
+    for size in HEAD_SIZES
+    for group in GROUPS
+    if name in NATIVE or size * group <= 200  # the others are too slow when emulated
+]
+
+
+@pytest.mark.parametrize(("table", "size", "group"), SHAPES, indirect=["table"])
 def test_paged_attention(table: Any, size: int, group: int, request: pytest.FixtureRequest) -> None:
     emulated = request.node.callspec.params["table"] in EMULATED
-    if emulated and size * group > 200:
-        pytest.skip("too slow when emulated")
     turn = HEAD_SIZES.index(size) + 2 * GROUPS.index(group)
     for i in range(2):  # two block sizes, both dtypes, one half of the sequences each
         check(

@@ -20,6 +20,11 @@ from baton.engine.model_spec import load_spec
 from baton.engine.native import library
 from baton.engine.native.decoder import NativeDecoder
 from baton.errors import ConfigError
+from tests.native.instruction_sets import EMULATED, NATIVE
+
+AVX512 = {"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq"}
+FLAGS = {"portable": set(), "avx2": {"avx2", "fma"}, "avx512": AVX512, "avx512bf16": {*AVX512, "avx512_bf16"}}
+"""As Linux names them."""
 
 
 @pytest.fixture
@@ -76,6 +81,28 @@ def test_what_the_kernels_cannot_compute(tiny_model: Path) -> None:
     assert isinstance(load(EngineConfig(), tiny_model), NativeDecoder)
     with pytest.raises(ConfigError, match="no kernels for float16"):
         load(EngineConfig(kernels="native"), tiny_model, dtype="float16")
+
+
+@pytest.mark.parametrize("name", library.INSTRUCTION_SETS)
+def test_the_instruction_sets_of_this_cpu(name: str) -> None:
+    """Skipped, once, for each that is missing: the kernels' tests are made for those that there are."""
+    if library.kernels() is None:
+        pytest.skip("the native kernels were not built")
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = set(cpuinfo.read_text().split()) if cpuinfo.is_file() else set()
+    needed = FLAGS[name]
+    if name not in NATIVE:
+        assert not needed <= flags or not flags, f"this CPU has {needed}"
+        assert name != "portable"
+        pytest.skip(f"this CPU has no {name}")
+    assert needed <= flags or not flags
+
+
+def test_avx512_can_be_emulated() -> None:
+    """Skipped where it cannot: its kernels' tests are missing there."""
+    if not EMULATED:
+        pytest.skip("needs g++")
+    assert {name.removeprefix("emulated ") for name in EMULATED} <= set(library.INSTRUCTION_SETS)
 
 
 def test_threads_that_the_system_does_not_give() -> None:

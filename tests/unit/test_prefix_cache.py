@@ -9,7 +9,8 @@ import pytest
 from baton.engine.core import EngineCore
 from baton.engine.policy import POLICIES
 from baton.engine.request import ChunkDone, Effect, EngineRequest, StepPlan
-from baton.protocol import RequestKey, SamplingParams
+from baton.protocol import RequestKey
+from baton.sampling_params import SamplingParams
 
 B = 4
 

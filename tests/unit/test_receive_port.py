@@ -9,7 +9,8 @@ import pytest
 
 from baton.errors import ProtocolError, RequestTooLargeError
 from baton.ports import Action, CancelTransfer, ReceiveBlocks, ToPeer, ToRouter
-from baton.protocol import PROTOCOL_VERSION, AttemptFailed, SamplingParams, TransferId
+from baton.protocol import PROTOCOL_VERSION, AttemptFailed, TransferId
+from baton.sampling_params import SamplingParams
 from decode_worker.receive_port import ReceivePort
 from kv_transfer.messages import (
     AbortTransfer,
@@ -24,6 +25,8 @@ from kv_transfer.messages import (
     Refuse,
     Welcome,
 )
+from kv_transfer.session import RELINK_S
+from kv_transfer.wire_format import LANDS, Landing, WireFormat
 from tests.fakes_transfer import LAYOUT, FakeEngine, key_of, transfer_of
 
 LEASE = 30.0
@@ -77,7 +80,7 @@ def test_hello() -> None:
     [
         ({"version": 9}, ("9", str(PROTOCOL_VERSION))),
         ({"fingerprint": "g"}, ("has g", "has f")),
-        ({"layout": msgspec.structs.replace(LAYOUT, block_size=32)}, ("32", "4")),
+        ({"layout": msgspec.structs.replace(LAYOUT, num_kv_heads=8)}, ("prefill-0 has 8", "decode-0 has 1")),
         ({"reach": "shm (machine B)"}, ("has shm (machine B)", "has shm (machine A)")),
     ],
 )
@@ -304,18 +307,88 @@ def test_abort_that_overtakes_its_offer() -> None:
     assert not rig.engine.reserved
 
 
-def test_link_lost() -> None:
+def test_a_cut_link_without_a_word_of_prefill() -> None:
     rig = Rig(num_blocks=9)
     rig.offer(1)
     rig.commit(1)  # overtook its blocks: D can finish alone
     rig.offer(2)
     rig.offer(3)  # waits
-    actions = rig.port.on_link_lost("P1", "reset", 1.0)
-    assert [m.key for m in said(actions, AttemptFailed)] == [key_of(2), key_of(3)]
+    asked = rig.port.on_link_lost("P1", "reset", 1.0)
+    assert [m.transfer for m in said(asked, Accept)] == [T1, transfer_of(2)]
+    assert rig.port.on_deadline(1.0 + RELINK_S / 2) == []
+    actions = rig.port.on_deadline(1.0 + RELINK_S)
+    assert [m.key for m in said(actions, AttemptFailed)] == [key_of(2)]
+    actions += rig.port.on_deadline(1.0 + LEASE)
+    assert [m.key for m in said(actions, AttemptFailed)] == [key_of(2), key_of(3)], (
+        "an offer is repeated within a lease"
+    )
     assert {m.code for m in said(actions, AttemptFailed)} == {"peer_lost"}
     assert rig.engine.decoding[key_of(1)][1] == "recomputed"
     assert not rig.engine.reserved
     assert rig.port.on_link_lost("P7", "reset", 1.0) == []
+
+
+@pytest.mark.parametrize("word", ["offer", "data", "commit", "blocks"])
+def test_a_cut_link_after_which_prefill_is_heard_of(word: str) -> None:
+    rig = Rig()
+    rig.offer()
+    if word == "commit":
+        rig.commit()
+    rig.port.on_link_lost("P1", "reset", 1.0)
+    rig.now = 1.5
+    match word:
+        case "offer":
+            rig.offer()
+        case "data":
+            rig.hear(Data(T1, (), ()))
+        case "commit":
+            rig.commit()
+        case "blocks":
+            rig.received(0)
+    assert rig.port.on_deadline(1.0 + RELINK_S) == []
+    assert rig.port.next_deadline() == (LEASE if word in ("offer", "commit") else 1.5 + LEASE), word
+    rig.received(0, 1, 2)
+    rig.commit()
+    assert rig.engine.decoding[key_of(1)][1] == "adopted"
+
+
+def test_blocks_that_are_lent_anew_are_fetched_anew() -> None:
+    rig = Rig(pulls=True)
+    rig.offer()
+    blocks = rig.engine.reserved[key_of(1)].blocks
+    first = Data(T1, (0, 1, 2), (10, 11, 12))
+    assert rig.hear(first) == [ReceiveBlocks("P1", T1, (10, 11, 12), tuple(enumerate(blocks[:3])))]
+    assert rig.hear(first) == []
+    rig.received(0)
+    rig.port.on_link_lost("P1", "reset", 1.0)
+    again = rig.hear(Data(T1, (0, 1, 2), (20, 21, 22)))
+    assert again == [ReceiveBlocks("P1", T1, (20, 21, 22), tuple(enumerate(blocks[:3])))], "prefill waits for each"
+    rig.commit()
+    rig.received(1, 2)
+    assert not rig.engine.decoding, "a block that is fetched again may be torn"
+    rig.received(0)
+    assert rig.engine.decoding[key_of(1)][1] == "adopted"
+
+
+def test_what_is_still_fetched_by_another_ref_is_cancelled_at_adoption() -> None:
+    rig = Rig(pulls=True)
+    rig.offer()
+    rig.hear(Data(T1, (0, 1, 2), (10, 11, 12)))
+    rig.hear(Data(T1, (0, 1, 2), (20, 21, 22)))
+    rig.received(0, 1, 2)  # by either
+    assert CancelTransfer(T1) in rig.commit()
+    assert rig.engine.decoding[key_of(1)][1] == "adopted"
+
+
+def test_a_cut_that_is_heard_of_after_prefills_word_is_asked_about() -> None:
+    rig = Rig()
+    rig.offer(1)
+    rig.hear(Data(T1, (), ()))  # of the new link already
+    asked = rig.port.on_link_lost("P1", "reset", 1.0)
+    assert said(asked, Accept) == [Accept(T1)]
+    rig.now = 1.5
+    rig.hear(Data(T1, (), ()))  # the answer
+    assert rig.port.on_deadline(1.0 + RELINK_S) == []
 
 
 def test_link_lost_while_the_engine_refuses_what_waited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +400,8 @@ def test_link_lost_while_the_engine_refuses_what_waited(monkeypatch: pytest.Monk
         raise RequestTooLargeError("longer than the model's 5")
 
     monkeypatch.setattr(rig.engine, "reserve", reserve)
-    actions = rig.port.on_link_lost("P1", "reset", 1.0)
+    rig.port.on_link_lost("P1", "reset", 1.0)
+    actions = rig.port.on_deadline(1.0 + RELINK_S)
     assert [m.key for m in said(actions, AttemptFailed)] == [key_of(1)]
     assert [m.transfer for m in said(actions, Refuse)] == [transfer_of(2)]
 
@@ -460,3 +534,84 @@ def test_a_waiter_that_is_aborted_is_gone() -> None:
     assert rig.port.num_waiting() == 0
     rig.received(0, 1)
     assert said(rig.commit(1, (100, 101)), Accept) == []
+
+
+# --- other formats ----------------------------------------------------------------------------------
+
+
+def hello_of(block_size: int, encoding: str = "plain") -> Hello:
+    layout = msgspec.structs.replace(LAYOUT, block_size=block_size)
+    return msgspec.structs.replace(HELLO, incarnation="P2", worker_id="prefill-1", layout=layout, encoding=encoding)
+
+
+def offer_of_p2(number: int, num_tokens: int) -> Offer:
+    return Offer(transfer_of(number, source="P2"), tuple(range(num_tokens)), (), SamplingParams(max_tokens=8))
+
+
+@pytest.mark.parametrize(("size", "num_blocks"), [(3, 4), (4, 3), (5, 2), (16, 1)])
+@pytest.mark.parametrize("encoding", ["plain", "int8"])
+def test_blocks_of_another_format_land(size: int, num_blocks: int, encoding: str) -> None:
+    """Indices count blocks of the wire; what is reserved are blocks of the pool."""
+    rig = Rig()
+    assert said(rig.hear(hello_of(size, encoding), peer="P2"), Welcome)
+    receive, accept = rig.hear(offer_of_p2(1, 10), peer="P2")
+    assert isinstance(receive, ReceiveBlocks)
+    assert accept == ToPeer("P2", Accept(transfer_of(1, source="P2"), 0))
+    (request,) = rig.engine.reserved.values()
+    if (size, encoding) == (4, "plain"):
+        assert receive.landing is None and [block for _, block in receive.blocks] == request.blocks[:3]
+    else:
+        assert receive.blocks == tuple((index, LANDS) for index in range(num_blocks))
+        format = WireFormat(hello_of(size).layout, encoding)  # type: ignore[arg-type]
+        assert receive.landing == Landing(format, tuple(request.blocks[:3]), 10, 0)
+    indices = range(num_blocks)
+    rig.received(*indices, transfer=receive.transfer)
+    commit = Commit(receive.transfer, 7, tuple(100 + i for i in indices), True)
+    assert said(rig.hear(commit, peer="P2"), Ack)
+
+
+@pytest.mark.parametrize(
+    ("size", "context", "prefix_blocks", "first"),
+    [(3, 15, 4, 12), (3, 14, 4, 12), (5, 15, 2, 12), (8, 15, 1, 12), (16, 15, 0, 12), (3, 12, 4, 12), (5, 12, 3, 12)],
+)
+def test_what_is_here_is_counted_in_whole_wire_blocks(size: int, context: int, prefix_blocks: int, first: int) -> None:
+    """The first 12 tokens, three blocks of this pool, are here already."""
+    rig = Rig(sharing=True)
+    rig.offer(1, num_tokens=12)
+    rig.received(0, 1, 2)
+    assert said(rig.commit(1), Ack)
+    rig.hear(hello_of(size), peer="P2")
+    actions = rig.hear(offer_of_p2(2, context), peer="P2")
+    assert said(actions, Accept) == [Accept(transfer_of(2, source="P2"), prefix_blocks)]
+    landings = [action.landing for action in actions if isinstance(action, ReceiveBlocks)]
+    if context == 12:
+        assert landings == [], "all of it is here: nothing moves"
+    else:
+        assert [landing.first_token for landing in landings] == [first]
+        assert len(landings[0].blocks) == -(-context // 4)
+
+
+@pytest.mark.parametrize(
+    ("hello", "both"),
+    [
+        (hello_of(32), ("block_size", "prefill-1 has 32", "decode-0 has 4")),
+        (hello_of(4, "fp8"), ("encoding", "prefill-1 has fp8", "decode-0 has plain")),
+        (hello_of(32, "fp8"), ("block_size", "prefill-1 has 32", "decode-0 has 4")),
+    ],
+)
+def test_a_transport_that_moves_blocks_as_they_are_needs_one_format(hello: Hello, both: tuple[str, ...]) -> None:
+    rig = Rig(fixed_blocks=True)
+    (refused,) = said(rig.hear(hello, peer="P2"), HelloRefused)
+    assert all(value in refused.reason for value in (*both, "zmq+tcp"))
+
+
+def test_a_transfer_keeps_the_format_of_its_offer() -> None:
+    """What P says of itself later counts for later transfers."""
+    rig = Rig(num_blocks=5)
+    rig.hear(hello_of(8), peer="P2")
+    rig.hear(offer_of_p2(1, 10), peer="P2")
+    assert rig.hear(offer_of_p2(2, 10), peer="P2") == [], "it waits for blocks"
+    rig.hear(hello_of(2), peer="P2")
+    actions = rig.hear(AbortTransfer(transfer_of(1, source="P2"), "x"), peer="P2")
+    (receive,) = [action for action in actions if isinstance(action, ReceiveBlocks)]
+    assert len(receive.blocks) == 2 and receive.landing.format.layout.block_size == 8

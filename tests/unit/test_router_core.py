@@ -22,11 +22,11 @@ from baton.protocol import (
     Peers,
     Replace,
     RequestKey,
-    SamplingParams,
     Submit,
     TokenOut,
     Tokens,
 )
+from baton.sampling_params import SamplingParams
 from baton.timeline import Mark
 from router.actions import RequestDone, RequestFailed
 from router.lifecycle import SETTLE_S
@@ -606,7 +606,7 @@ def test_join_is_answered_with_its_own_clock_and_peers_follow() -> None:
     [
         (worker("d0"), 99, ("99", str(PROTOCOL_VERSION))),
         (worker("d0", fingerprint="model-b"), PROTOCOL_VERSION, ("model-a", "model-b")),
-        (worker("d0", layout=KVLayout(2, 1, 32, 8, "float32")), PROTOCOL_VERSION, ("block_size", "4", "32")),
+        (worker("d0", layout=KVLayout(2, 3, 32, 8, "float32")), PROTOCOL_VERSION, ("num_kv_heads", "has 1", "has 3")),
         (worker("d0", num_blocks=0), PROTOCOL_VERSION, ("0 blocks", "1")),
     ],
     ids=["version", "fingerprint", "layout", "no blocks"],

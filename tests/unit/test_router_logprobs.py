@@ -7,17 +7,8 @@ from typing import Any
 import pytest
 
 from baton.errors import RequestTooLargeError
-from baton.protocol import (
-    MAX_PROMPT_LOGPROBS,
-    HandoffDone,
-    LogprobsOut,
-    RequestKey,
-    SamplingParams,
-    Submit,
-    TokenLogprobs,
-    TokenOut,
-    Tokens,
-)
+from baton.protocol import HandoffDone, LogprobsOut, RequestKey, Submit, TokenOut, Tokens
+from baton.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams, TokenLogprobs
 from router.actions import NewTokens, SendWorker
 from router.admission import check_prompt_logprobs
 from tests.fakes_router import Script, out

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from baton.errors import OverloadedError
 from baton.protocol import LoadReport, WorkerInfo
 from router.policy import Demand, Placement, PlacementPolicy
 from router.view import ClusterView
-from tests.fakes_router import config_of, worker
+from tests.fakes_router import LAYOUT, config_of, worker
 
 SMALL = Demand(context=6, total=12)
 
@@ -224,6 +225,17 @@ def test_capacity_is_the_most_any_placement_holds() -> None:
     assert (capacity.tokens, capacity.max_model_len, capacity.blocks) == (80, 200, 20)
     assert policy().fits_somewhere(Demand(10, 80), view)
     assert not policy().fits_somewhere(Demand(10, 81), view)
+
+
+def test_the_largest_pool_is_the_one_for_most_tokens() -> None:
+    """Pools may differ in block size: fewer blocks can be more."""
+    large = msgspec.structs.replace(LAYOUT, block_size=16)
+    view = view_of("p0", worker("d0", num_blocks=20), worker("d1", num_blocks=10, layout=large))
+    capacity = policy().capacity(view)
+    assert capacity is not None
+    assert (capacity.tokens, capacity.blocks, capacity.block_size) == (160, 10, 16)
+    assert policy().fits_somewhere(Demand(10, 160), view)
+    assert not policy().fits_somewhere(Demand(10, 161), view)
 
 
 def test_capacity_is_unknown_before_a_request_could_run() -> None:

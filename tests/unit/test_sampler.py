@@ -15,7 +15,8 @@ from baton.engine.request import EngineRequest, StepItem
 from baton.engine.sampler import SPAN, choose, draw, nucleus, quantile, uniform
 from baton.engine.step_sampler import StepSampler
 from baton.engine.structured import Grammars
-from baton.protocol import RequestKey, SamplingParams
+from baton.protocol import RequestKey
+from baton.sampling_params import SamplingParams
 
 GREEDY = SamplingParams()
 PINNED = (0.8201981478608876, 0.5155139833915998)

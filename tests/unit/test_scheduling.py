@@ -11,7 +11,8 @@ from baton.engine.fair_queue import FairQueue
 from baton.engine.policy import POLICIES
 from baton.engine.request import EngineRequest, StepPlan
 from baton.engine.step_time import CAUTIOUS_TOKENS, STALE_STEPS, StepTimes
-from baton.protocol import RequestKey, SamplingParams
+from baton.protocol import RequestKey
+from baton.sampling_params import SamplingParams
 
 BUDGET = 64
 

@@ -23,6 +23,7 @@ from kv_transfer.messages import (
     Refuse,
     Welcome,
 )
+from kv_transfer.session import MAX_RELINKS
 from prefill_worker.send_port import SendPort
 from tests.fakes_transfer import LAYOUT, FakeEngine, key_of, submit_of, transfer_of, worker_info
 
@@ -31,7 +32,7 @@ T1 = transfer_of(1)
 
 
 class Rig:
-    def __init__(self, max_unacked_blocks: int = 64, num_blocks: int = 32, welcome: bool = True):
+    def __init__(self, max_unacked_blocks: int = 64, num_blocks: int = 32, welcome: bool = True, pulls: bool = False):
         self.engine = FakeEngine(num_blocks)
         self.port = SendPort(
             worker_id="prefill-0",
@@ -41,7 +42,10 @@ class Rig:
             engine=self.engine,
             lease_s=LEASE,
             max_unacked_blocks=max_unacked_blocks,
+            pulls=pulls,
         )
+        self.pulls = pulls
+        self.num_refs = 0
         self.now = 0.0
         self.port.on_peers((worker_info(),), 0.0)
         if welcome:
@@ -64,12 +68,14 @@ class Rig:
 
     def shipped(self, actions: list[Action]) -> list[Action]:
         """Hash (checksum = 100 + index) and ship what was asked for."""
-        return [
-            following
-            for action in actions
-            if isinstance(action, ShipBlocks)
-            for following in self.port.on_shipped(action.transfer, (), {i: 100 + i for i, _ in action.blocks}, self.now)
-        ]
+        following: list[Action] = []
+        for action in actions:
+            if isinstance(action, ShipBlocks):
+                refs = tuple(range(self.num_refs, self.num_refs + len(action.blocks))) if self.pulls else ()
+                self.num_refs += len(refs)
+                checksums = {i: 100 + i for i, _ in action.blocks}
+                following += self.port.on_shipped(action.transfer, refs, checksums, self.now)
+        return following
 
     def sent(self, *indices: int, transfer: TransferId = T1) -> list[Action]:
         return self.port.on_sent(transfer, indices, self.now)
@@ -344,7 +350,7 @@ def test_lease_with_unsent_blocks_drops_the_link_first() -> None:
     rig.committed()
     actions = run_out(rig, LEASE)
     kinds = [type(a) for a in actions if not (isinstance(a, ToPeer) and isinstance(a.message, Commit))]
-    assert kinds == [DropLink, ConnectPeer, ToPeer, CancelTransfer, ToRouter]
+    assert kinds == [ToPeer, CancelTransfer, ToRouter, DropLink, ConnectPeer]
     assert said(actions, AttemptFailed)[0].code == "transfer"
     assert rig.engine.releases == []
     rig.sent(0, 1, 2)
@@ -373,15 +379,17 @@ def test_ended_but_never_sent_drops_the_link_after_a_lease() -> None:
     assert rig.engine.releases == [key_of(1)]
 
 
-def test_dropping_the_link_takes_other_transfers_with_it() -> None:
+def test_a_lease_that_takes_the_link_along_has_other_transfers_shipped_again() -> None:
     rig = Rig()
     rig.committed(1)
     rig.now = LEASE / 2
     rig.committed(2)
     rig.offer(3)
     actions = run_out(rig, LEASE)
-    assert [m.key for m in said(actions, AttemptFailed)] == [key_of(1), key_of(2)]
-    assert (rig.port.counters["expired"], rig.port.counters["failed"]) == (1, 1)
+    assert [m.key for m in said(actions, AttemptFailed)] == [key_of(1)]
+    assert (rig.port.counters["expired"], rig.port.counters["failed"]) == (1, 0)
+    assert [m.transfer for m in said(actions, Commit)][-1] == transfer_of(2)
+    assert ships(rig.sent(0, 1, 2, transfer=transfer_of(2))) == [(transfer_of(2), [0, 1, 2])]
 
 
 @pytest.mark.parametrize("when", ["greeting", "offered", "open", "shipping", "committed"])
@@ -398,7 +406,7 @@ def test_peer_lost_in_every_state(when: str) -> None:
         rig.shipped(rig.compute())
         unsent = (0, 1, 2)
     actions = rig.port.on_peers((), 1.0)
-    assert actions[0] == DropLink("D1")
+    assert actions[0] == DropLink("D1", forget=True)
     assert [m.code for m in said(actions, AttemptFailed)] == ["peer_lost"]
     assert (key_of(1) in rig.engine.ended) == (when != "committed")
     rig.sent(*unsent)
@@ -407,16 +415,81 @@ def test_peer_lost_in_every_state(when: str) -> None:
     assert said(rig.offer(2), HandoffRefused)
 
 
-def test_link_lost_ends_what_may_have_lost_blocks() -> None:
+def ships(actions: list[Action]) -> list[tuple[TransferId, list[int]]]:
+    return [(a.transfer, [i for i, _ in a.blocks]) for a in actions if isinstance(a, ShipBlocks)]
+
+
+def test_a_cut_link_is_made_anew_and_what_may_be_lost_is_shipped_again() -> None:
     rig = Rig()
-    rig.committed(1)  # frames unsent
+    rig.committed(1)
+    rig.sent(0, 1)  # left, which does not mean arrived
     rig.committed(2)
-    rig.sent(0, 1, 2, transfer=transfer_of(2))  # all out: decode will answer, or the lease does
+    rig.sent(0, 1, 2, transfer=transfer_of(2))
     rig.offer(3)
     rig.hear(Accept(transfer_of(3)))  # nothing shipped yet
+    rig.offer(4)  # no credit yet
     actions = rig.port.on_link_lost("D1", "reset", 1.0)
-    assert [m.key for m in said(actions, AttemptFailed)] == [key_of(1)]
-    assert DropLink("D1") in actions
+    assert actions[:2] == [DropLink("D1"), ConnectPeer(worker_info())]
+    assert [m.transfer for m in said(actions, Commit)] == [T1, transfer_of(2)]
+    assert [m.transfer for m in said(actions, Data)] == [transfer_of(3)], "decode must hear that it goes on"
+    assert [m.transfer for m in said(actions, Offer)] == [transfer_of(4)]
+    assert ships(actions) == [(transfer_of(2), [0, 1, 2])], "the transport still reads a block of the first"
+    assert ships(rig.sent(2)) == [(T1, [0, 1, 2])]
+    assert not said(actions, AttemptFailed)
+    assert rig.engine.releases == []
+    assert said(rig.hear(Ack(T1)), HandoffDone)
+    assert rig.engine.releases == [], "the second shipment is still being read"
+    rig.sent(0, 1, 2)
+    assert rig.engine.releases == [key_of(1)]
+
+
+def test_of_a_pulling_transport_only_what_was_not_fetched_is_shipped_again() -> None:
+    rig = Rig(pulls=True)
+    rig.offer()
+    rig.hear(Accept(T1))
+    assert said(rig.shipped(rig.compute()), Data) == [Data(T1, (0, 1, 2), (0, 1, 2))]
+    rig.sent(0)
+    actions = rig.port.on_link_lost("D1", "reset", 1.0)
+    assert not ships(actions)
+    assert all(not m.refs for m in said(actions, Data)), "what was lent over the old link is void"
+    again = rig.sent(1, 2)
+    assert ships(again) == [(T1, [1, 2])]
+    assert said(rig.shipped(again), Data) == [Data(T1, (1, 2), (3, 4))]
+
+
+def test_chunks_that_end_after_the_cut_wait_for_what_went_with_it() -> None:
+    rig = Rig()
+    rig.offer()
+    rig.hear(Accept(T1))
+    rig.shipped(rig.compute(num_tokens=5))
+    rig.port.on_link_lost("D1", "reset", 1.0)
+    assert not ships(rig.compute()), "an index is on its way once at most"
+    assert ships(rig.sent(0)) == [(T1, [0, 1, 2])]
+
+
+def test_what_still_waits_for_credit_at_the_next_cut_is_shipped_once() -> None:
+    rig = Rig(max_unacked_blocks=1)
+    rig.committed()  # of three blocks one is under way
+    rig.sent(0)
+    rig.sent(1)
+    rig.sent(2)
+    assert ships(rig.port.on_link_lost("D1", "reset", 1.0)) == [(T1, [0])], "two wait"
+    rig.port.on_link_lost("D1", "reset", 1.0)
+    assert ships(rig.sent(0)) == [(T1, [0])]
+    assert ships(rig.sent(0)) == [(T1, [1])]
+    assert ships(rig.sent(1)) == [(T1, [2])]
+    assert ships(rig.sent(2)) == []
+
+
+def test_a_link_that_is_cut_again_and_again_fails_the_attempt() -> None:
+    rig = Rig()
+    rig.committed()
+    for _ in range(MAX_RELINKS):
+        assert not said(rig.port.on_link_lost("D1", "reset", 1.0), AttemptFailed)
+        rig.sent(0, 1, 2)
+    actions = rig.port.on_link_lost("D1", "reset", 1.0)
+    assert said(actions, AbortTransfer)
+    assert [m.code for m in said(actions, AttemptFailed)] == ["transfer"]
     rig.sent(0, 1, 2)
     assert rig.engine.releases == [key_of(1)]
 
@@ -425,7 +498,18 @@ def test_a_link_that_is_lost_after_its_peer_gets_no_new_one() -> None:
     rig = Rig()
     rig.committed()
     rig.port.on_peers((), 1.0)
-    assert rig.port.on_link_lost("D1", "reset", 1.0) == [DropLink("D1")]
+    assert rig.port.on_link_lost("D1", "reset", 1.0) == []
+
+
+def test_a_restored_control_connection_asks_again() -> None:
+    rig = Rig(welcome=False)
+    rig.offer(1)
+    assert [type(m) for m in said(rig.port.on_control_restored("D1", 1.0), Hello)] == [Hello]
+    rig.hear(Welcome("decode-0", "D1"))
+    rig.committed(2)
+    actions = rig.port.on_control_restored("D1", 1.0)
+    assert [type(a.message) for a in actions if isinstance(a, ToPeer)] == [Offer, Commit]
+    assert rig.port.on_control_restored("D7", 1.0) == []
 
 
 def test_a_peer_that_comes_back_still_has_what_was_in_flight() -> None:
@@ -458,9 +542,19 @@ def test_duplicates_are_counted() -> None:
     rig = Rig()
     rig.offer()
     rig.hear(Accept(T1))
-    assert rig.hear(Accept(T1)) == []
+    again = rig.hear(Accept(T1))
+    assert said(again, Data) == [Data(T1, (), ())], "decode asks whether the transfer goes on"
     assert rig.engine.calls == [("grant", key_of(1))]
     assert rig.port.counters["ignored"] == 1
+
+
+def test_refusal_of_decodes_next_life_to_a_late_offer() -> None:
+    rig = Rig()
+    rig.offer()
+    rig.hear(Accept(T1))
+    assert rig.hear(Refuse(T1, "offer is for incarnation D1, decode-0 is now D2")) == []
+    rig.compute()
+    assert rig.hear(Refuse(T1, "again")) == []
 
 
 def test_prompt_done_after_the_transfer_ended_releases() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ProtocolError
-from baton.protocol import SamplingParams
+from baton.sampling_params import SamplingParams
 from kv_transfer.checksum import block_checksum
 from kv_transfer.deadlines import Deadlines
 from kv_transfer.messages import Commit, Offer
@@ -21,8 +21,8 @@ from tests.fakes_transfer import transfer_of
 GRID = """
             offer accept refuse data commit ack  nack abort expire lost
 OFFERED     .     OPEN   REFUSED !   !      !    !    ABORTED !     FAILED
-OPEN        .     .      !      OPEN COMMITTED ! !    ABORTED EXPIRED FAILED
-COMMITTED   .     .      !      COMMITTED . DONE FAILED ABORTED EXPIRED FAILED
+OPEN        .     .      .      OPEN COMMITTED ! !    ABORTED EXPIRED FAILED
+COMMITTED   .     .      .      COMMITTED . DONE FAILED ABORTED EXPIRED FAILED
 DONE        .     .      .      .    .      .    .    .     .      .
 REFUSED     .     .      .      .    .      .    .    .     .      .
 FAILED      .     .      .      .    .      .    .    .     .      .

@@ -11,7 +11,7 @@ from baton.config import parse_config
 from baton.engine.request import EngineRequest
 from baton.errors import ClusterError, ConfigError
 from baton.layout import KVLayout
-from baton.protocol import SamplingParams
+from baton.sampling_params import SamplingParams
 from baton.timeline import Mark
 from baton_cluster.latency import ConstantLatency, LatencyModel, LinearLatency, LinkModel
 from baton_cluster.simulated import SimulatedCluster
@@ -151,6 +151,14 @@ def test_a_transfer_whose_receiver_vanishes_frees_its_blocks_after_its_lease() -
     assert request.finish_reason is None
 
 
+def test_a_run_that_strands_blocks_fails_and_says_whose_they_were() -> None:
+    cluster = cluster_of(SPLIT)
+    cluster.workers["decode-0"].core.engine.tables.free = lambda request: None  # type: ignore[method-assign]
+    request = cluster.submit(0.0, range(40), sampling(3))
+    with pytest.raises(AssertionError, match=f"decode-0: .*stranded.*{request.request_id[:8]}/0"):
+        cluster.run()
+
+
 def test_run_until_can_be_gone_on_with() -> None:
     cluster = cluster_of(SPLIT)
     request = cluster.submit(1.0, range(20), sampling(10))
@@ -176,6 +184,19 @@ def test_what_can_never_end_is_reported() -> None:
 def test_a_layout_of_another_block_size_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"engine\.block_size"):
         cluster_of(COLOCATED, engine={"block_size": 32})
+
+
+def test_pools_of_other_block_sizes_and_encoded_blocks() -> None:
+    """Prefill's blocks travel, in one byte a number and a scale for keys and one for values."""
+    pools = {"prefill": {"block_size": 8}, "decode": {"block_size": 24, "kv_blocks": 7}}
+    cluster = cluster_of(pools, transfer={"wire_encoding": "int8"})
+    request = cluster.submit(0.0, range(40), sampling(3))
+    cluster.run()
+    assert request.tokens == expected_tokens(range(40), 3)
+    assert request.kv_bytes == 5 * 2 * (8 * 4 + 4)
+    assert [w.bytes_received for w in cluster.workers.values()] == [0, request.kv_bytes]
+    assert cluster.workers["decode-0"].core.engine.tables.blocks_for(25) == 2
+    cluster.check_ledger()
 
 
 def test_stop_tokens_and_the_models_end_are_told_apart() -> None:

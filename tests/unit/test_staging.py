@@ -9,6 +9,7 @@ import pytest
 import torch
 import zmq
 
+from baton.engine import staging
 from baton.engine.kv_cache import KVCache
 from baton.engine.staging import StagedBlocks
 from baton.layout import KVLayout
@@ -73,11 +74,13 @@ def test_what_was_not_stored_does_not_reach_the_pool() -> None:
     assert (cache.block(4) == 9).all()
 
 
-def test_host_copies_are_used_again() -> None:
+def test_host_copies_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     staged = StagedBlocks(pool(2))
+    monkeypatch.setattr(staging, "SLAB_BYTES", 50 * staged.block_bytes)
     staged.release(staged.fetch([0]))
     staged.close_views()
     slots = staged.num_slots
+    assert slots == 50
     for _ in range(3 * slots):
         staged.block(1)
         copies = staged.fetch([0, 2])
@@ -141,7 +144,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 def test_blocks_move_from_pool_to_pool(pair: Pair) -> None:
     transfer = transfer_of(1)
     pair.d.execute(ReceiveBlocks("P1", transfer, (), ((0, 6), (1, 5), (2, 4))))
-    (shipped,) = pair.p.execute(ShipBlocks("D1", transfer, ((0, 3), (1, 1), (2, 7))))
+    (shipped,) = pair.p.execute(ShipBlocks("D1", transfer, ((0, 3), (1, 1), (2, 7)), (1, 1, 1)))
     assert isinstance(shipped, Shipped)
     pair.until(lambda: len(pair.received()) == 3 and len(pair.sent()) == 3)
     assert (
@@ -169,7 +172,7 @@ def test_a_damaged_transfer_is_noticed(pair: Pair, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(StagedBlocks, "block", damaging)
     pair.d.execute(ReceiveBlocks("P1", transfer_of(1), (), ((0, 6), (1, 5))))
-    (shipped,) = pair.p.execute(ShipBlocks("D1", transfer_of(1), ((0, 3), (1, 1))))
+    (shipped,) = pair.p.execute(ShipBlocks("D1", transfer_of(1), ((0, 3), (1, 1)), (1, 1)))
     assert isinstance(shipped, Shipped)
     pair.until(lambda: len(pair.received()) == 2)
     assert pair.received()[0] == shipped.checksums[0]
@@ -179,11 +182,11 @@ def test_a_damaged_transfer_is_noticed(pair: Pair, monkeypatch: pytest.MonkeyPat
 def test_after_a_cancel_the_pool_is_not_written(pair: Pair) -> None:
     """I5."""
     pair.d.execute(ReceiveBlocks("P1", transfer_of(1), (), ((0, 6),)))
-    pair.p.execute(ShipBlocks("D1", transfer_of(1), ((0, 3),)))
+    pair.p.execute(ShipBlocks("D1", transfer_of(1), ((0, 3),), (1,)))
     pair.d.execute(CancelTransfer(transfer_of(1)))
     pair.until(lambda: pair.sent() == {0})
     pair.d.execute(ReceiveBlocks("P1", transfer_of(2), (), ((0, 7),)))
-    pair.p.execute(ShipBlocks("D1", transfer_of(2), ((0, 3),)))
+    pair.p.execute(ShipBlocks("D1", transfer_of(2), ((0, 3),), (2,)))
     pair.until(lambda: len(pair.received()) == 1)
     assert not pair.target.block(6).any()
     assert pair.memories["D1"]._open == {}

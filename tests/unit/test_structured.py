@@ -14,7 +14,8 @@ import baton.engine.structured as structured_module
 from baton.engine.model_spec import load_model_config
 from baton.engine.structured import Grammars, check_structured, grammar_of
 from baton.errors import InvalidRequestError, ModelError
-from baton.protocol import RequestKey, StructuredOutput
+from baton.protocol import RequestKey
+from baton.sampling_params import StructuredOutput
 from router.text import TokenizerText
 from tests.byte_model import EOS, VOCAB, make_byte_model
 

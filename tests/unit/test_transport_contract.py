@@ -13,13 +13,16 @@ import zmq
 from baton.codec import Codec
 from baton.errors import ConfigError
 from baton.protocol import TransferId
+from kv_transfer import nixl_agent
 from kv_transfer.base import KVTransport, LinkLost, Received, Sent
 from kv_transfer.registry import open_transport, resolve_transport
 from kv_transfer.zmq_transport import DataHeader
-from tests.fakes_transfer import FakePool, drive, transfer_of, watched
+from tests.fakes_device import open_end
+from tests.fakes_transfer import FakePool, drive, transfer_of
 
-SCHEMES = ["inproc", "shm", "zmq+tcp", "zmq+ipc"]
-PUSHING = [scheme for scheme in SCHEMES if scheme != "shm"]
+PUSHING = ["inproc", "zmq+tcp", "zmq+ipc", "gloo"]
+NIXL = pytest.param("nixl", marks=pytest.mark.skipif(not nixl_agent.is_installed(), reason="NIXL is not installed"))
+SCHEMES = [*PUSHING, "shm", "cuda-ipc", NIXL]
 BLOCK = 96 << 10
 
 
@@ -34,9 +37,7 @@ class Pair:
         self.p.connect("D1", self.d.address)
 
     def open(self, pool: FakePool) -> KVTransport:
-        transport = watched(open_transport(self.scheme))
-        transport.register(pool)
-        return transport
+        return open_end(self.scheme, pool)
 
     def sent(self) -> set[tuple[int, int]]:
         """(request number, index) of every Sent so far."""
@@ -143,8 +144,8 @@ def test_the_senders_cancel_lets_every_block_go(pair: Pair) -> None:
 
 def test_ends_of_a_kind_reach_each_other_and_nobody_else(pair: Pair) -> None:
     assert pair.p.reach == pair.d.reach
-    for scheme in SCHEMES:
-        with contextlib.closing(open_transport(scheme)) as other:
+    for scheme in [*PUSHING, "shm", "cuda-ipc", pair.scheme]:
+        with contextlib.closing(open_end(scheme, FakePool(2, BLOCK))) as other:
             assert (other.reach == pair.p.reach) == (scheme == pair.scheme)
 
 
@@ -217,8 +218,11 @@ def test_a_link_that_was_never_up_is_not_lost(pair: Pair) -> None:
         address = {
             "inproc": "inproc://nobody",
             "shm": "shm://nobody",
+            "cuda-ipc": "cuda-ipc://nobody",
+            "nixl": f"nixl://127.0.0.1:{unused.getsockname()[1]}",
             "zmq+tcp": f"zmq+tcp://127.0.0.1:{unused.getsockname()[1]}",
             "zmq+ipc": "zmq+ipc:///nonexistent/blocks",
+            "gloo": f"gloo://127.0.0.1:{unused.getsockname()[1]}",
         }[pair.scheme]
         pair.p.connect("D2", address)
         pair.warm()
@@ -271,6 +275,8 @@ def test_registry_names_what_is_allowed() -> None:
     assert resolve_transport("auto", one_process=False, host="10.0.0.2") == "zmq+tcp://10.0.0.2"
     assert resolve_transport("auto", one_process=False, can_share=True, host="10.0.0.2") == "shm://"
     assert resolve_transport("zmq+ipc", one_process=False, can_share=True) == "zmq+ipc://"
+    assert resolve_transport("auto", one_process=False, can_share=True, encodes=True) == "zmq+tcp://127.0.0.1"
+    assert resolve_transport("auto", one_process=True, encodes=True) == "zmq+tcp://127.0.0.1"
 
 
 def test_zmq_says_why_it_cannot_listen() -> None:

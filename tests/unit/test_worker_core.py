@@ -7,7 +7,8 @@ from typing import Any
 from baton.engine.core import EngineCore
 from baton.engine.policy import Mixed
 from baton.ports import Action, FromPrefill, ToPeer
-from baton.protocol import PROTOCOL_VERSION, SamplingParams, Submit
+from baton.protocol import PROTOCOL_VERSION, Submit
+from baton.sampling_params import SamplingParams
 from baton.worker_core import WorkerCore
 from decode_worker.receive_port import ReceivePort
 from kv_transfer.messages import Accept, Hello, Offer
