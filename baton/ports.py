@@ -42,9 +42,16 @@ class ToPeer(msgspec.Struct, frozen=True):
 
 
 class ShipBlocks(msgspec.Struct, frozen=True):
-    """Hash and ship these blocks, each `(index, local block id)`; then call `SendPort.on_shipped`."""
+    """Ship these blocks, each `(index, local block id)`; then call `SendPort.on_shipped`."""
 
     peer: str
+    transfer: TransferId
+    blocks: tuple[tuple[int, int], ...]
+
+
+class HashBlocks(msgspec.Struct, frozen=True):
+    """Hash these blocks, which were shipped: the wire need not wait for it. Then call `SendPort.on_hashed`."""
+
     transfer: TransferId
     blocks: tuple[tuple[int, int], ...]
     lives: tuple[int, ...]
@@ -83,7 +90,7 @@ class ConnectPeer(msgspec.Struct, frozen=True):
     worker: WorkerInfo
 
 
-Action = ToRouter | ToPeer | ShipBlocks | ReceiveBlocks | CancelTransfer | DropLink | ConnectPeer
+Action = ToRouter | ToPeer | ShipBlocks | HashBlocks | ReceiveBlocks | CancelTransfer | DropLink | ConnectPeer
 
 
 # --- what the links to peers report ---------------------------------------------------------------
@@ -104,10 +111,18 @@ class FromPrefill(msgspec.Struct, frozen=True):
 
 
 class Shipped(msgspec.Struct, frozen=True):
-    """`ShipBlocks` is done as far as this side goes: checksum by index, refs for a pulling transport."""
+    """`ShipBlocks` is done as far as this side goes."""
 
     transfer: TransferId
+    indices: tuple[int, ...]
     refs: tuple[int, ...]
+    """Of each block by what a transport that pulls fetches it; else empty."""
+
+
+class Hashed(msgspec.Struct, frozen=True):
+    """Checksum by index of what was shipped."""
+
+    transfer: TransferId
     checksums: dict[int, int]
 
 
@@ -138,7 +153,7 @@ class ControlRestored(msgspec.Struct, frozen=True):
     peer: str
 
 
-PeerEvent = FromDecode | FromPrefill | Shipped | BlocksSent | BlocksReceived | LinkDown | ControlRestored
+PeerEvent = FromDecode | FromPrefill | Shipped | Hashed | BlocksSent | BlocksReceived | LinkDown | ControlRestored
 
 
 class PeerLinks(Protocol):
@@ -199,9 +214,13 @@ class SendPort(Protocol):
         ...
 
     def on_shipped(
-        self, transfer: TransferId, refs: tuple[int, ...], checksums: dict[int, int], now: float
+        self, transfer: TransferId, indices: tuple[int, ...], refs: tuple[int, ...], now: float
     ) -> list[Action]:
-        """The driver hashed and shipped blocks: checksum by index."""
+        """The driver shipped blocks; refs if the transport pulls."""
+        ...
+
+    def on_hashed(self, transfer: TransferId, checksums: dict[int, int], now: float) -> list[Action]:
+        """The driver hashed blocks: checksum by index, zeros where checksums are off."""
         ...
 
     def on_sent(self, transfer: TransferId, indices: tuple[int, ...], now: float) -> list[Action]:

@@ -23,6 +23,7 @@ from baton.ports import (
     ControlRestored,
     FromDecode,
     FromPrefill,
+    Hashed,
     LinkDown,
     PeerEvent,
     ReceivePort,
@@ -81,8 +82,10 @@ class WorkerCore:
                 actions = send.on_message(peer, message, now)
             case FromPrefill(peer, message) if receive:
                 actions = receive.on_message(peer, message, now)
-            case Shipped(transfer, refs, checksums) if send:
-                actions = send.on_shipped(transfer, refs, checksums, now)
+            case Shipped(transfer, indices, refs) if send:
+                actions = send.on_shipped(transfer, indices, refs, now)
+            case Hashed(transfer, checksums) if send:
+                actions = send.on_hashed(transfer, checksums, now)
             case BlocksSent(transfer, indices) if send:
                 actions = send.on_sent(transfer, indices, now)
             case BlocksReceived(transfer, checksums) if receive:

@@ -144,7 +144,7 @@ class LifeHistory:
                 transfer = getattr(message, "transfer", None)
                 if transfer is not None:
                     self._add(transfer.request_id, now, place, f"says {type(message).__name__}")
-            case ShipBlocks(_, transfer, pairs, _):
+            case ShipBlocks(_, transfer, pairs):
                 self._count(transfer.request_id, place, "shipped", len(pairs))
             case ReceiveBlocks(_, transfer, _, pairs):
                 self._add(transfer.request_id, now, place, f"awaits {_indices(pairs)}")

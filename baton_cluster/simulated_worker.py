@@ -26,6 +26,8 @@ from baton.ports import (
     DropLink,
     FromDecode,
     FromPrefill,
+    HashBlocks,
+    Hashed,
     LinkDown,
     PeerEvent,
     ReceiveBlocks,
@@ -183,6 +185,9 @@ class SimulatedWorker:
                 self._say(peer, message)
             case ShipBlocks():
                 self._ship(action)
+            case HashBlocks(transfer, blocks):
+                hashed = Hashed(transfer, {index: CHECKSUM for index, _ in blocks})
+                self._outbox.extend(self.core.on_peer_event(hashed, self._clock.now))
             case ReceiveBlocks(_, transfer, _, blocks):
                 self._expected.announce(transfer, blocks)
             case CancelTransfer(transfer):
@@ -241,7 +246,7 @@ class SimulatedWorker:
             link.unsent[piece] = None
             self._clock.at(link.free_at, self._sent, link, receiver, piece)
             self._clock.at(link.free_at + self._link.latency_s, receiver.arrived, self.info.incarnation, piece)
-        shipped = Shipped(transfer, (), {index: CHECKSUM for index, _ in blocks})
+        shipped = Shipped(transfer, tuple(index for index, _ in blocks), ())
         self._outbox.extend(self.core.on_peer_event(shipped, self._clock.now))
 
     def _sent(self, link: _DataLink, receiver: SimulatedWorker, piece: _Piece) -> None:

@@ -1,9 +1,8 @@
 """What a hand-over adds between a request's last prefill step and its first decode step.
 
 Two processes, pinned to a core each, with workers that are real but for their engine: a step writes its blocks and
-sleeps as long as a model might compute. One decode worker, which is idle, and one prefill worker for each of: the prompt
-in one chunk or streamed by chunk, checksums on or off. Requests go through a router and a client, one at a time, the
-kinds in turn.
+sleeps as long as a model might compute. A prefill worker and an idle decode worker for each of: the prompt in one chunk
+or streamed by chunk, checksums on or off. Requests go through a router and a client, one at a time, the kinds in turn.
 
 exposed_ms      from the mark FIRST_TOKEN (the last prefill step's end) to DECODE_START
 last_chunk_ms   what moving the last chunk's blocks takes by itself, in the same run

@@ -1,7 +1,7 @@
 """What a receive costs the decode step that runs meanwhile.
 
-The decode worker's two threads as they are in a worker, on one core: one runs a decode step of the demo model, the other
-drives the transport. Steps alone and steps during which the blocks of one prompt arrive take turns.
+The decode worker's two threads as they are in a worker, on one core: one runs a decode step of the demo model, the
+other drives the transport. Steps alone and steps during which the blocks of one prompt arrive take turns.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def measure_interference(target: Target, steps: DecodeSteps, tokens: int, repeat
         seconds_alone = steps.end()
         blocks = block_ids(repeat, count, order)
         steps.begin()
-        target.transfer(blocks, blocks, checksums=True)
+        target.transfer(blocks, blocks)
         seconds_during = steps.end()
         if repeat >= 0:
             alone.append(seconds_alone)

@@ -2,10 +2,10 @@
 
 python -m benchmarks.transfer --transports all --tokens 16,128,1024,8192 --model demo --json results/transfer.json
 
-transfers      Source and target are two processes (inproc: two threads) with a `KVTransport` and a pool each, whose refs
-               and checksums go through a pipe, as they do through control sockets. A transfer lasts from the moment
-               its first block is shipped until its last one is in the target's pool, hashed and compared. Its bytes are
-               verified after the clock has stopped. Transfers move through pools that are far larger than any cache.
+transfers      Source and target are two processes (inproc: two threads) with a `KVTransport` and a pool each, whose
+               refs and checksums go through a pipe, as they do through control sockets. A transfer lasts from the
+               moment its first block is shipped until its last one is in the target's pool, hashed and compared. Its
+               bytes are verified after the clock has stopped. Pools are far larger than any cache.
 handoff        `benchmarks.handoff`: what is left of it between the last prefill step and the first decode step
 interference   `benchmarks.interference`: what a receive costs the decode step that runs meanwhile; needs the demo model
 
@@ -44,7 +44,7 @@ ALONE_IN_A_PROCESS = ("inproc",)
 """Transports that no hand-over between two processes can use."""
 
 
-def measure(target: Target, tokens: int, checksums: bool, repeats: int, scattered: bool) -> dict[str, Any]:
+def measure(target: Target, tokens: int, repeats: int, scattered: bool) -> dict[str, Any]:
     """An entry of `transfers`."""
     layout = target.layout
     count = layout.num_blocks_for(tokens)
@@ -57,14 +57,14 @@ def measure(target: Target, tokens: int, checksums: bool, repeats: int, scattere
     for repeat in range(-WARM_UPS, max(min(repeats, 5), min(repeats, REPEAT_BYTES // size))):
         # The floor uses other blocks than the transfer beside it, so that neither warms the cache for the other.
         floor = target.floor(*(block_ids(2 * repeat + 1, count, plain) for _ in range(2)))
-        sample = target.transfer(*(block_ids(2 * repeat, count, order) for order in orders), checksums=checksums)
+        sample = target.transfer(*(block_ids(2 * repeat, count, order) for order in orders))
         if repeat >= 0:
             samples.append(sample)
             floors.append(floor)
     seconds = [s for s, _ in samples]
     entry = {
         "transport": target.scheme,
-        "checksums": checksums,
+        "checksums": target.end.hashes,
         "tokens": tokens,
         "bytes": size,
         **spread(seconds),
@@ -103,13 +103,13 @@ def measure_transfers(scheme: str, layout: KVLayout, arguments: argparse.Namespa
     """Entries of `transfers` of one transport."""
     entries = []
     lengths = [int(part) for part in arguments.tokens.split(",")]
-    with linked(scheme, pool_blocks(layout, max(lengths)), layout) as target:
-        for tokens in lengths:
-            for checksums in (False, True):
-                entry = measure(target, tokens, checksums, arguments.repeats, arguments.scattered)
+    for hashes in (False, True):
+        with linked(scheme, pool_blocks(layout, max(lengths)), layout, hashes=hashes) as target:
+            for tokens in lengths:
+                entry = measure(target, tokens, arguments.repeats, arguments.scattered)
                 entries.append(entry)
                 print(
-                    f"{scheme:8} {tokens:5} tokens {'xxh3' if checksums else 'none'}: {entry['median_ms']:8.3f} ms "
+                    f"{scheme:8} {tokens:5} tokens {'xxh3' if hashes else 'none'}: {entry['median_ms']:8.3f} ms "
                     f"(p10 {entry['p10_ms']:.3f}, p90 {entry['p90_ms']:.3f})  {entry['gb_per_s']:6.2f} GB/s, "
                     f"{entry['of_floor']:.2f} of the floor's {entry['floor_gb_per_s']:.2f}; "
                     f"cpu {entry['cpu_ms']:.3f} ms",
@@ -122,8 +122,8 @@ def measure_handoff(scheme: str, layout: KVLayout, arguments: argparse.Namespace
     """Entries of `handoff` of one transport."""
     lengths = [int(part) for part in arguments.handoff_tokens.split(",")]
     moved = sorted({*lengths, *(min(tokens, CHUNK) for tokens in lengths)})
-    with linked(scheme, pool_blocks(layout, max(moved)), layout) as target:
-        move_s = {n: measure(target, n, True, arguments.handoff_repeats, False)["median_ms"] / 1e3 for n in moved}
+    with linked(scheme, pool_blocks(layout, max(moved)), layout, hashes=True) as target:
+        move_s = {n: measure(target, n, arguments.handoff_repeats, False)["median_ms"] / 1e3 for n in moved}
     entries = measure_handoffs(scheme, layout, lengths, arguments.handoff_repeats, move_s)
     for entry in entries:
         print(
@@ -177,12 +177,12 @@ def main() -> None:
         os.sched_setaffinity(0, {1})  # both threads of the decode worker, as Baton pins them
         steps = DecodeSteps()
         for scheme in [s for s in schemes if s not in ALONE_IN_A_PROCESS]:
-            with linked(scheme, pool_blocks(layout, 1024), layout, source_core=0) as target:
+            with linked(scheme, pool_blocks(layout, 1024), layout, hashes=True, source_core=0) as target:
                 entry = measure_interference(target, steps, 1024, arguments.interference_repeats)
             result["interference"].append(entry)
             print(
-                f"{scheme:8} a decode step takes {entry['step_ms_alone']:.2f} ms alone, {entry['step_ms_during']:.2f} ms "
-                "while 1024 tokens arrive",
+                f"{scheme:8} a decode step takes {entry['step_ms_alone']:.2f} ms alone, "
+                f"{entry['step_ms_during']:.2f} ms while 1024 tokens arrive",
                 flush=True,
             )
             keep()

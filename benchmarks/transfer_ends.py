@@ -19,7 +19,7 @@ from baton.host_memory import HostMemory
 from baton.layout import KVLayout
 from baton.protocol import TransferId
 from kv_transfer.base import KVTransport, Received, Sent
-from kv_transfer.checksum import block_checksum
+from kv_transfer.checksum import block_checksum, copy_block
 from kv_transfer.registry import open_transport
 
 NOISE_BLOCKS = 64
@@ -48,12 +48,15 @@ class Pool:
 
 
 class End:
-    """One end of a link: drives its transport as a worker's I/O thread does."""
+    """One end of a link: drives its transport as a worker's I/O thread does. `hashes`: what is written, on the way."""
 
-    def __init__(self, scheme: str, num_blocks: int, block_bytes: int, seed: int, pipe: Connection):
+    def __init__(self, scheme: str, num_blocks: int, block_bytes: int, seed: int, pipe: Connection, *, hashes: bool):
         self.pool = Pool(num_blocks, block_bytes, seed, shared=scheme == "shm")
         self.transport: KVTransport = open_transport(scheme)
-        self.transport.register(self.pool)
+        self.hashes = hashes
+        self.transport.register(self.pool, self._write if hashes else None)
+        self.written: dict[int, int] = {}
+        """Checksum by block."""
         self.pipe = pipe
         self.clock: Callable[[], float] = time.thread_time if scheme == "inproc" else time.process_time
 
@@ -74,6 +77,10 @@ class End:
             if self.pipe.fileno() in ready:
                 on_pipe()
 
+    def _write(self, block: int, source: Any) -> None:
+        """As `kv_transfer.links` has its transport write."""
+        self.written[block] = copy_block(self.pool.block(block), source)
+
     def checksums(self, blocks: list[int]) -> list[int]:
         return [block_checksum(self.pool.block(block)) for block in blocks]
 
@@ -82,17 +89,19 @@ def transfer_id(number: int) -> TransferId:
     return TransferId(f"{number:032x}", 0, 0, "P", "D")
 
 
-def serve_source(scheme: str, num_blocks: int, block_bytes: int, core: int | None, pipe: Connection) -> None:
+def serve_source(
+    scheme: str, num_blocks: int, block_bytes: int, hashes: bool, core: int | None, pipe: Connection
+) -> None:
     """Ship what the target asks for, until it says None."""
     if core is not None:
         os.sched_setaffinity(0, {core})
-    end = End(scheme, num_blocks, block_bytes, 1, pipe)
+    end = End(scheme, num_blocks, block_bytes, 1, pipe, hashes=hashes)
     context = zmq.Context()
     pipe.send("ready")
     end.transport.connect("D", pipe.recv())
     bare = bare_socket(context, zmq.PUSH, pipe.recv())
     while (order := pipe.recv()) is not None:
-        kind, number, blocks, checksums = order
+        kind, number, blocks = order
         if kind == "floor":
             memory = end.pool.host_memory.array[blocks[0] * block_bytes :][: len(blocks) * block_bytes]
             pipe.send(time.perf_counter())
@@ -104,7 +113,7 @@ def serve_source(scheme: str, num_blocks: int, block_bytes: int, core: int | Non
         started, cpu = time.perf_counter(), end.clock()
         refs = end.transport.ship("D", transfer_id(number), list(enumerate(blocks)))
         pipe.send((started, refs))
-        pipe.send(end.checksums(blocks) if checksums else [])
+        pipe.send(end.checksums(blocks) if hashes else [])
         unsent = set(range(len(blocks)))
 
         def on_event(event: Any, unsent: set[int] = unsent) -> None:
@@ -130,10 +139,10 @@ def bare_socket(context: zmq.Context[Any], kind: int, address: str) -> Any:
 class Target:
     """The measuring end. `layout`: of the blocks."""
 
-    def __init__(self, scheme: str, num_blocks: int, layout: KVLayout, pipe: Connection, folder: str):
+    def __init__(self, scheme: str, num_blocks: int, layout: KVLayout, hashes: bool, pipe: Connection, folder: str):
         self.scheme = scheme
         self.layout = layout
-        self.end = End(scheme, num_blocks, layout.block_bytes, 2, pipe)
+        self.end = End(scheme, num_blocks, layout.block_bytes, 2, pipe, hashes=hashes)
         self.pipe = pipe
         self.expected = Pool(num_blocks, layout.block_bytes, 1, shared=False).memory
         self.buffer = Pool(num_blocks, layout.block_bytes, 3, shared=False).memory.reshape(-1)
@@ -146,7 +155,7 @@ class Target:
         self.bare = bare_socket(self.context, zmq.PULL, address)
         pipe.send(self.bare.getsockopt_string(zmq.LAST_ENDPOINT) if address else "")
 
-    def transfer(self, sources: list[int], targets: list[int], checksums: bool) -> tuple[float, float]:
+    def transfer(self, sources: list[int], targets: list[int]) -> tuple[float, float]:
         """Seconds, and seconds of CPU time on both ends."""
         end, transport, pairs = self.end, self.end.transport, list(enumerate(targets))
         self.number += 1
@@ -164,18 +173,25 @@ class Target:
         def on_event(event: Any) -> None:
             if isinstance(event, Received):
                 for index in event.indices:
-                    sums[index] = block_checksum(end.pool.block(targets[index])) if checksums else 0
+                    sums[index] = self.checksum(targets[index])
 
         cpu = end.clock()
-        self.pipe.send(("transfer", self.number, sources, checksums))
+        self.pipe.send(("transfer", self.number, sources))
         end.drive(on_event, lambda: len(answer) > 1 and len(sums) == len(pairs), on_pipe)
-        if checksums:
+        if end.hashes:
             assert [sums[index] for index, _ in pairs] == answer[1]
         seconds, cpu = time.perf_counter() - answer[0][0], end.clock() - cpu
         while len(answer) < 3:
             answer.append(self.pipe.recv())
         self.verify(sources, targets)
         return seconds, cpu + answer[2]
+
+    def checksum(self, block: int) -> int:
+        """Of what was written there."""
+        if not self.end.hashes:
+            return 0
+        known = self.end.written.pop(block, None)
+        return block_checksum(self.end.pool.block(block)) if known is None else known
 
     def verify(self, sources: list[int], targets: list[int]) -> None:
         self.expected[sources, :8] = np.frombuffer(self.number.to_bytes(8, "little"), dtype=np.uint8)
@@ -191,7 +207,7 @@ class Target:
             started = time.perf_counter()
             np.copyto(target, source)
             return time.perf_counter() - started
-        self.pipe.send(("floor", 0, sources, False))
+        self.pipe.send(("floor", 0, sources))
         for start in range(0, size, MESSAGE_BYTES):
             frame = self.bare.recv(copy=False)
             np.copyto(target[start : start + MESSAGE_BYTES], np.frombuffer(frame.buffer, dtype=np.uint8))
@@ -207,15 +223,20 @@ class Target:
 
 
 @contextmanager
-def linked(scheme: str, num_blocks: int, layout: KVLayout, *, source_core: int | None = None) -> Iterator[Target]:
-    """A target whose source runs in another process, perhaps on a core of its own; for inproc in a thread."""
+def linked(
+    scheme: str, num_blocks: int, layout: KVLayout, *, hashes: bool, source_core: int | None = None
+) -> Iterator[Target]:
+    """A target whose source runs in another process, perhaps on a core of its own; for inproc in a thread.
+
+    `hashes`: both ends hash what is moved.
+    """
     ours, theirs = multiprocessing.Pipe()
     kind: Any = threading.Thread if scheme == "inproc" else multiprocessing.get_context("spawn").Process
-    arguments = (scheme, num_blocks, layout.block_bytes, source_core, theirs)
+    arguments = (scheme, num_blocks, layout.block_bytes, hashes, source_core, theirs)
     source = kind(target=serve_source, args=arguments, daemon=True)
     source.start()
     with tempfile.TemporaryDirectory() as folder:
-        target = Target(scheme, num_blocks, layout, ours, folder)
+        target = Target(scheme, num_blocks, layout, hashes, ours, folder)
         try:
             yield target
         finally:

@@ -15,7 +15,7 @@ Rules every transport keeps, and `tests/unit/test_transport_contract.py` checks:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -95,6 +95,24 @@ class DeviceMemory(BlockMemory, Protocol):
         ...
 
 
+Write = Callable[[int, npt.NDArray[np.uint8]], None]
+"""Copies the bytes of a block, wherever they are, into the block of this id; may look at them on the way."""
+
+
+def copying_into(pool: BlockMemory) -> Write:
+    """The `Write` that only copies. Runs without the GIL."""
+
+    def write(block_id: int, source: npt.NDArray[np.uint8]) -> None:
+        np.copyto(pool.block(block_id), source)
+
+    return write
+
+
+def nowhere(block_id: int, source: npt.NDArray[np.uint8]) -> None:
+    """The `Write` of a transport without a pool."""
+    raise AssertionError("receive before register")
+
+
 class Sent(msgspec.Struct, frozen=True):
     """Nothing reads these source blocks any more. Says nothing about arrival."""
 
@@ -133,8 +151,11 @@ class KVTransport(Protocol):
     fixed_blocks: bool
     """True: moves blocks of the registered pool only, into blocks of the same size; no other format can travel."""
 
-    def register(self, pool: BlockMemory) -> None:
-        """Use this pool for everything that follows. Called once, before `ship` and `receive`."""
+    def register(self, pool: BlockMemory, write: Write | None = None) -> None:
+        """Use this pool for everything that follows. Called once, before `ship` and `receive`.
+
+        `write`: how arrived bytes get into a block of host memory; None: they are copied.
+        """
         ...
 
     def connect(self, peer: str, address: str) -> None:
@@ -158,8 +179,7 @@ class KVTransport(Protocol):
     def completions(self) -> list[Completion]:
         """What has happened since the last call; never blocks. Reads arrived data into the pool.
 
-        About `MAX_BYTES_PER_CALL` at once, so that what was written is still in the cache when it is hashed;
-        what is left keeps `pollables` readable.
+        About `MAX_BYTES_PER_CALL` at once; what is left keeps `pollables` readable.
         """
         ...
 

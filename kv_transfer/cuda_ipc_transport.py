@@ -27,7 +27,7 @@ import torch
 from baton.codec import Codec
 from baton.errors import ConfigError
 from baton.host_memory import can_share
-from kv_transfer.base import BlockMemory, DeviceMemory
+from kv_transfer.base import BlockMemory, DeviceMemory, Write
 from kv_transfer.cuda_driver import HANDLE_BYTES, CudaDriver
 from kv_transfer.device_pool import DeviceStream, base_address, is_on_device, wait_until_written
 from kv_transfer.pull_transport import PullTransport
@@ -166,7 +166,7 @@ class CudaIpcTransport(PullTransport):
         self.reach = f"cuda-ipc ({reach()})"
         super().__init__(Listener(name))
 
-    def register(self, pool: BlockMemory) -> None:
+    def register(self, pool: BlockMemory, write: Write | None = None) -> None:
         """Raises ConfigError if the pool is not on a GPU, or in memory that CUDA does not share."""
         if not is_on_device(pool):
             raise ConfigError(

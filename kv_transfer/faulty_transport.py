@@ -33,7 +33,18 @@ import msgspec
 
 from baton.errors import ConfigError
 from baton.protocol import TransferId
-from kv_transfer.base import BlockMemory, Completion, DeviceMemory, KVTransport, LinkLost, Received, Sent
+from kv_transfer.base import (
+    BlockMemory,
+    Completion,
+    DeviceMemory,
+    KVTransport,
+    LinkLost,
+    Received,
+    Sent,
+    Write,
+    copying_into,
+    nowhere,
+)
 
 Fault = Literal["drop", "duplicate", "delay", "reorder", "corrupt", "truncate", "cut"]
 FAULTS: tuple[Fault, ...] = get_args(Fault)
@@ -112,11 +123,14 @@ class FaultyTransport:
         self.fixed_blocks = inner.fixed_blocks
         self.faults: Counter[str] = Counter()
         """How many blocks met which fault."""
+        self.num_cancelled = 0
+        """Transfers that were cancelled at this end."""
         self._clock = clock
         self._random = random.Random(self.plan.seed)
         self._left = {fault: int(getattr(self.plan, fault)) for fault in FAULTS}
         self._left_lock = threading.Lock()
         self._pool: BlockMemory | None = None
+        self._write_block: Write = nowhere
         self._news: list[Completion] = []
         self._waiting: list[_Waiting] = []
         self._extra: Counter[tuple[TransferId, int]] = Counter()
@@ -162,9 +176,10 @@ class FaultyTransport:
 
     # --- sending ------------------------------------------------------------------------------------------
 
-    def register(self, pool: BlockMemory) -> None:
+    def register(self, pool: BlockMemory, write: Write | None = None) -> None:
         self._pool = pool
-        self.inner.register(pool)
+        self._write_block = write or copying_into(pool)
+        self.inner.register(pool, write)
 
     def connect(self, peer: str, address: str) -> None:
         self.inner.connect(peer, address)
@@ -262,6 +277,7 @@ class FaultyTransport:
         self.inner.receive(peer, transfer, refs, blocks)
 
     def cancel(self, transfer: TransferId) -> None:
+        self.num_cancelled += 1
         self._drop_unsent(lambda waiting: waiting.transfer == transfer)
         self._drop_untold(transfer)
         self._targets.pop(transfer, None)
@@ -312,12 +328,15 @@ class FaultyTransport:
         """Of a block in the pool that nobody has been told of."""
         pool = self._pool
         assert pool is not None
-        memory: Any = pool.block_tensor(block) if isinstance(pool, DeviceMemory) else pool.block(block)
+        memory: Any = pool.block_tensor(block) if isinstance(pool, DeviceMemory) else pool.block(block).copy()
         if zero:
             memory[len(memory) // 2 :] = 0
         else:
             memory[self._random.randrange(len(memory))] ^= 1 << self._random.randrange(8)
-        int(memory[-1])  # on a GPU: it is done
+        if isinstance(pool, DeviceMemory):
+            int(memory[-1])  # it is done
+        else:
+            self._write_block(block, memory)  # as if it had come so
 
     # --- owner --------------------------------------------------------------------------------------------
 

@@ -14,12 +14,11 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from baton.errors import ConfigError
-from kv_transfer.base import BlockMemory, DeviceMemory
+from kv_transfer.base import BlockMemory, DeviceMemory, Write, copying_into
 from kv_transfer.device_pool import DeviceStream
 
 SOURCE, TARGET = 0, 1
@@ -69,7 +68,7 @@ class Backend(Protocol):
     """Blocks that travel together; one block may be longer."""
     block_bytes: int
 
-    def register(self, pool: BlockMemory) -> None: ...
+    def register(self, pool: BlockMemory, write: Write | None) -> None: ...
 
     def source(self, block_id: int) -> torch.Tensor:
         """A block of the pool, without a copy; shape `[block_bytes]`."""
@@ -147,8 +146,9 @@ class GlooBackend:
             raise ConfigError("transfer.transport", f"gloo cannot use this host: {e}", value=f"gloo://{host}") from e
         self.block_bytes = 0
 
-    def register(self, pool: BlockMemory) -> None:
+    def register(self, pool: BlockMemory, write: Write | None) -> None:
         self._pool = pool
+        self._write_block = write or copying_into(pool)
         self.block_bytes = pool.block_bytes
 
     def source(self, block_id: int) -> torch.Tensor:
@@ -162,7 +162,7 @@ class GlooBackend:
 
     def store(self, rows: Sequence[torch.Tensor], block_ids: Sequence[int]) -> None:
         for row, block_id in zip(rows, block_ids, strict=True):
-            np.copyto(self._pool.block(block_id), row.numpy())  # torch would start threads of its own for this
+            self._write_block(block_id, row.numpy())
 
     def open_group(self, store: Any, rank: int) -> Group:
         return GlooGroup(store, rank, self._device)
@@ -250,7 +250,7 @@ class NcclBackend:
         if missing:
             raise ConfigError("transfer.transport", missing, value="nccl", allowed="auto, zmq+tcp, gloo")
 
-    def register(self, pool: BlockMemory) -> None:
+    def register(self, pool: BlockMemory, write: Write | None) -> None:
         """Raises ConfigError for a pool that is not on a GPU."""
         if not isinstance(pool, DeviceMemory) or pool.device.type != self._device_type:
             raise ConfigError(

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from baton.errors import ConfigError
 from baton.protocol import TransferId
-from kv_transfer.base import MAX_BYTES_PER_CALL, BlockMemory, Completion, Received, Sent
+from kv_transfer.base import MAX_BYTES_PER_CALL, BlockMemory, Completion, Received, Sent, Write
 from kv_transfer.expected import ExpectedBlocks, TransportStats
 from kv_transfer.group_backend import BACKENDS, LINK_TIMEOUT_S, Backend
 from kv_transfer.group_link import (
@@ -109,9 +109,9 @@ class GroupTransport:
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         atexit.register(self.close)  # threads that are inside of torch must not outlive the interpreter
 
-    def register(self, pool: BlockMemory) -> None:
+    def register(self, pool: BlockMemory, write: Write | None = None) -> None:
         """Raises ConfigError if the pool is not where this kind of group reaches it."""
-        self._backend.register(pool)
+        self._backend.register(pool, write)
 
     # --- sending ----------------------------------------------------------------------------------
 

@@ -22,7 +22,17 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.protocol import TransferId
-from kv_transfer.base import MAX_BYTES_PER_CALL, BlockMemory, Completion, LinkLost, Received, Sent
+from kv_transfer.base import (
+    MAX_BYTES_PER_CALL,
+    BlockMemory,
+    Completion,
+    LinkLost,
+    Received,
+    Sent,
+    Write,
+    copying_into,
+    nowhere,
+)
 from kv_transfer.expected import ExpectedBlocks, TransportStats
 
 MAX_BLOCKS_PER_SHIPMENT = 16
@@ -58,6 +68,7 @@ class InprocTransport:
         self.stats = TransportStats()
         self._name = name
         self._pool: BlockMemory | None = None
+        self._write_block: Write = nowhere
         self._expected = ExpectedBlocks()
         self._links: dict[str, InprocTransport] = {}
         self._lock = threading.Lock()
@@ -72,8 +83,9 @@ class InprocTransport:
         with _endpoints_lock:
             _endpoints[name] = self
 
-    def register(self, pool: BlockMemory) -> None:
+    def register(self, pool: BlockMemory, write: Write | None = None) -> None:
         self._pool = pool
+        self._write_block = write or copying_into(pool)
 
     def connect(self, peer: str, address: str) -> None:
         with _endpoints_lock:
@@ -124,11 +136,10 @@ class InprocTransport:
         written: list[int] = []
         for index, source in shipment.blocks:
             block = self._expected.claim(shipment.transfer, index)
-            target = None if block is None else self._pool.block(block)
-            if target is None or source.nbytes != target.nbytes:
+            if block is None or source.nbytes != self._pool.block(block).nbytes:
                 self.stats.num_dropped += 1
                 continue
-            np.copyto(target, source)
+            self._write_block(block, source)
             written.append(index)
         if written:
             self.stats.blocks_written += len(written)

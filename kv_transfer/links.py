@@ -15,6 +15,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import zmq
 
 from baton.codec import MAX_MESSAGE_BYTES, Codec
@@ -30,6 +32,8 @@ from baton.ports import (
     DropLink,
     FromDecode,
     FromPrefill,
+    HashBlocks,
+    Hashed,
     LinkDown,
     PeerEvent,
     ReceiveBlocks,
@@ -40,7 +44,7 @@ from baton.ports import (
 from baton.protocol import TransferId
 from baton.security import Security, worth_saying
 from kv_transfer.base import BlockMemory, Completion, KVTransport, LinkLost, Received, Sent, StagedMemory
-from kv_transfer.checksum import block_checksum
+from kv_transfer.checksum import block_checksum, copy_block
 from kv_transfer.device_pool import DeviceStream, is_on_device
 from kv_transfer.messages import Hello, ToDecode, ToPrefill
 from kv_transfer.wire_blocks import WireBlocks
@@ -153,7 +157,9 @@ class ZmqPeerLinks:
         self.bytes_received = 0
         self.num_malformed = 0
         """Session messages that no worker of this release sends."""
-        transport.register(self._wire or pool)
+        self._hashed: dict[int, int] = {}
+        """By block: the checksum of what was written and not yet reported."""
+        transport.register(self._wire or pool, self._write if checksums else None)
 
     # --- out --------------------------------------------------------------------------------------
 
@@ -163,6 +169,8 @@ class ZmqPeerLinks:
                 self._send(peer, message)
             case ShipBlocks():
                 return [self._ship(action)]
+            case HashBlocks():
+                return [self._hash(action)]
             case ReceiveBlocks(peer, transfer, refs, blocks, landing):
                 if landing is not None:
                     blocks = self._open_buffers(transfer, landing, blocks)
@@ -170,6 +178,8 @@ class ZmqPeerLinks:
                 self._transport.receive(peer, transfer, refs, blocks)
             case CancelTransfer(transfer):
                 expected = self._receiving.pop(transfer, {})
+                for block in expected.values():
+                    self._hashed.pop(block, None)
                 self._transport.cancel(transfer)
                 if self._landings.pop(transfer, None) is not None and self._wire is not None:
                     self._wire.close(expected.values())
@@ -200,15 +210,11 @@ class ZmqPeerLinks:
         if self._staged is not None:
             copies = self._staged.fetch([block for _, block in blocks])
             self._copies |= {(transfer, index): copy for (index, _), copy in zip(blocks, copies, strict=True)}
-        # Hashed before it is sent: from then on only readers touch these blocks (release rule).
-        checksums = {
-            index: self._kept_checksum(block, life) for (index, block), life in zip(blocks, action.lives, strict=True)
-        }
         refs = self._transport.ship(action.peer, transfer, blocks)
         if self._staged is not None:
             self._staged.close_views()
         self.bytes_sent += len(blocks) * self._pool.block_bytes
-        return Shipped(transfer, refs, checksums)
+        return Shipped(transfer, tuple(index for index, _ in blocks), refs)
 
     def _ship_encoded(self, wire: WireBlocks, action: ShipBlocks) -> Shipped:
         transfer, blocks = action.transfer, [block for _, block in action.blocks]
@@ -219,10 +225,22 @@ class ZmqPeerLinks:
             self._staged.close_views()
             self._staged.release(copies)
         self._encoded.update(zip(((transfer, index) for index in indices), buffers, strict=True))
-        checksums = {index: self._checksum(buffer) for index, buffer in zip(indices, buffers, strict=True)}
         refs = self._transport.ship(action.peer, transfer, tuple(zip(indices, buffers, strict=True)))
         self.bytes_sent += len(buffers) * wire.format.block_bytes
-        return Shipped(transfer, refs, checksums)
+        return Shipped(transfer, indices, refs)
+
+    def _hash(self, action: HashBlocks) -> Hashed:
+        """What was shipped is final, and not reused before its `Sent`, which only `events` takes in."""
+        checksums: dict[int, int] = {}
+        for (index, block), life in zip(action.blocks, action.lives, strict=True):
+            key = (action.transfer, index)
+            if key in self._encoded:
+                checksums[index] = self._checksum(self._encoded[key])
+            elif key in self._copies:
+                checksums[index] = block_checksum(self._copies[key].numpy()) if self._checksums else 0
+            else:
+                checksums[index] = self._kept_checksum(block, life)
+        return Hashed(action.transfer, checksums)
 
     def _kept_checksum(self, block: int, life: int) -> int:
         """Of a final block: hashed once in its life, however often it is shipped."""
@@ -233,6 +251,10 @@ class ZmqPeerLinks:
             checksum = self._checksum(block)
             self._kept[block] = (life, checksum)
         return checksum
+
+    def _write(self, block: int, source: npt.NDArray[np.uint8]) -> None:
+        """How the transport writes: hashed on the way."""
+        self._hashed[block] = copy_block((self._wire or self._pool).block(block), source)
 
     def _checksum(self, block: int) -> int:
         if not self._checksums:
@@ -278,7 +300,7 @@ class ZmqPeerLinks:
         return events
 
     def _read_transport(self, events: list[PeerEvent]) -> None:
-        """Each round writes little enough to be hashed out of the cache; together no more than a turn's share."""
+        """Round by round, so that what has come is told before the rest; together no more than a turn's share."""
         end = self.bytes_received + MAX_BYTES_PER_TURN
         while self.bytes_received < end:
             before = self.bytes_received
@@ -300,7 +322,7 @@ class ZmqPeerLinks:
                     blocks = self._receiving.get(transfer)
                     if blocks is not None:
                         arrived = {i: blocks.pop(i) for i in indices if i in blocks}
-                        checksums = {i: self._checksum(block) for i, block in arrived.items()}
+                        checksums = {i: self._checksum_of_received(block) for i, block in arrived.items()}
                         self.bytes_received += len(checksums) * self._store(transfer, arrived)
                         events.append(BlocksReceived(transfer, checksums))
                         if not blocks:
@@ -310,6 +332,10 @@ class ZmqPeerLinks:
                     events.append(LinkDown(peer, reason))
         if self._staged is not None:
             self._staged.close_views()
+
+    def _checksum_of_received(self, block: int) -> int:
+        checksum = self._hashed.pop(block, None)
+        return self._checksum(block) if checksum is None else checksum
 
     def _store(self, transfer: TransferId, arrived: dict[int, int]) -> int:
         """Put into the pool what is not there yet. Returns the bytes of one block."""

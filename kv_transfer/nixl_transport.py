@@ -39,7 +39,7 @@ import numpy as np
 from baton.codec import Codec
 from baton.errors import ConfigError
 from baton.protocol import TransferId
-from kv_transfer.base import MAX_BYTES_PER_CALL, BlockMemory, DeviceMemory
+from kv_transfer.base import MAX_BYTES_PER_CALL, BlockMemory, DeviceMemory, Write, copying_into
 from kv_transfer.device_pool import DeviceStream, base_address, is_on_device, wait_until_written
 from kv_transfer.nixl_agent import NixlAgent, Region
 from kv_transfer.pull_transport import PullTransport, SourceLink
@@ -77,8 +77,8 @@ class HostPool:
     on_gpu = False
     device = 0
 
-    def __init__(self, pool: BlockMemory):
-        self._pool = pool
+    def __init__(self, pool: BlockMemory, write: Write | None):
+        self._write_block = write or copying_into(pool)
         self.num_blocks, self.block_bytes = pool.num_blocks, pool.block_bytes
         first, last = pool.block(0), pool.block(pool.num_blocks - 1)
         self.address: int = first.ctypes.data
@@ -93,7 +93,7 @@ class HostPool:
     def store(self, landed: Any, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy each (block of the pool, slot of `landed`); complete on return."""
         for block, slot in pairs:
-            np.copyto(self._pool.block(block), landed[slot])
+            self._write_block(block, landed[slot])
 
     def before_lending(self) -> None:
         """A CPU's steps have written when they end."""
@@ -260,7 +260,7 @@ class NixlTransport(PullTransport):
         """Their links are gone, reads are still on their way."""
         super().__init__(listener)
 
-    def register(self, pool: BlockMemory) -> None:
+    def register(self, pool: BlockMemory, write: Write | None = None) -> None:
         """Raises ConfigError for memory that NIXL cannot register."""
         if is_on_device(pool):
             if not self._agent.reaches_gpu:
@@ -270,7 +270,7 @@ class NixlTransport(PullTransport):
             own: HostPool | GpuPool = GpuPool(pool)
             self.reach = "nixl (GPU pools)"
         else:
-            own = HostPool(pool)
+            own = HostPool(pool, write)
         lent = LentBlocks(pool, shared=False)
         try:
             self._agent.register((own.address, own.num_blocks * own.block_bytes, own.device), on_gpu=own.on_gpu)

@@ -25,7 +25,7 @@ import msgspec
 from baton.errors import ProtocolError
 from baton.protocol import TransferId
 from baton.security import worth_saying
-from kv_transfer.base import MAX_BYTES_PER_CALL, BlockMemory, Completion, LinkLost, Received, Sent
+from kv_transfer.base import MAX_BYTES_PER_CALL, BlockMemory, Completion, LinkLost, Received, Sent, Write
 from kv_transfer.expected import TransportStats
 from kv_transfer.shared_pool import Fetch, LentBlocks
 from kv_transfer.shm_link import EXPORT, FINISHED, Export
@@ -119,7 +119,7 @@ class PullTransport:
 
     # --- what differs -------------------------------------------------------------------------------
 
-    def register(self, pool: BlockMemory) -> None:
+    def register(self, pool: BlockMemory, write: Write | None = None) -> None:
         """Sets `_pool` and `_lent_pool`. Raises ConfigError for a pool that this transport cannot reach."""
         raise NotImplementedError
 
@@ -287,9 +287,7 @@ class PullTransport:
                 return True
         return False
 
-    def _finish(
-        self, link: SourceLink, transfer: TransferId, read: Sequence[Fetch], copied: tuple[int, ...]
-    ) -> None:
+    def _finish(self, link: SourceLink, transfer: TransferId, read: Sequence[Fetch], copied: tuple[int, ...]) -> None:
         """Blocks were read, and of those some copied."""
         self.stats.num_dropped += len(read) - len(copied)
         self.stats.blocks_written += len(copied)

@@ -279,12 +279,14 @@ class SendSession(Session):
             self.resend.clear()
             self.link_dropped = False
 
-    def shipped(self, checksums: dict[int, int], now: float, refs: tuple[int, ...] = ()) -> None:
-        """`refs`, of a transport that pulls, are in the order of `checksums`; else empty."""
-        if not self.ended:
-            self.checksums.update(checksums)
-            self.refs.update(zip(checksums, refs, strict=False))
-            self.said_at = now
+    def shipped(self, indices: tuple[int, ...], refs: tuple[int, ...], now: float) -> None:
+        """`refs`, of a transport that pulls, are in the order of `indices`; else empty."""
+        self.refs.update(zip(indices, refs, strict=False))
+        self.said_at = now
+
+    def hashed(self, checksums: dict[int, int]) -> None:
+        """By index, of blocks that were shipped."""
+        self.checksums.update(checksums)
 
     def unfetched(self) -> dict[int, int]:
         """Refs, by index, that D has not used yet as far as P knows; empty of a transport that pushes."""

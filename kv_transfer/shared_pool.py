@@ -20,14 +20,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from baton.host_memory import HostMemory, map_read_only
-from kv_transfer.base import BlockMemory
+from kv_transfer.base import BlockMemory, Write
 
 MAX_SHARED_BLOCKS = 1 << 32
 """A ref is `epoch << 32 | block`."""
@@ -149,8 +149,17 @@ class BorrowedBlocks(Generic[Target]):
         return block < self.num_blocks and int(self._epochs[block]) == epoch
 
 
-class BorrowedPool(BorrowedBlocks[npt.NDArray[np.uint8]]):
-    """Another process's pool in shared memory, mapped read-only until this object goes; `target` is a pool as bytes.
+class OwnMemory(NamedTuple):
+    """Where a `BorrowedPool` copies to."""
+
+    array: npt.NDArray[np.uint8]
+    """The reader's pool, all of it."""
+    write: Write | None
+    """None: it is only copied, neighbours at once."""
+
+
+class BorrowedPool(BorrowedBlocks[OwnMemory]):
+    """Another process's pool in shared memory, mapped read-only until this object goes.
 
     `fds` as in `LentPool.fds`; they may be closed afterwards. Raises ValueError if they are not what they should be.
     """
@@ -160,10 +169,14 @@ class BorrowedPool(BorrowedBlocks[npt.NDArray[np.uint8]]):
         super().__init__(table_fd, num_blocks, block_bytes)
         self._memory = map_read_only(pool_fd, num_blocks * block_bytes)
 
-    def _copy_run(self, source: int, block: int, count: int, target: npt.NDArray[np.uint8]) -> None:
+    def _copy_run(self, source: int, block: int, count: int, target: OwnMemory) -> None:
         size = self.block_bytes
-        length = count * size
-        np.copyto(target[block * size :][:length], self._memory[source * size :][:length])  # without the GIL
+        data = self._memory[source * size :][: count * size]
+        if target.write is None:
+            np.copyto(target.array[block * size :][: count * size], data)  # without the GIL
+            return
+        for i in range(count):
+            target.write(block + i, data[i * size :][:size])
 
 
 def _follows(one: Fetch, other: Fetch) -> bool:

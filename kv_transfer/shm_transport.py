@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 from baton.errors import ConfigError
 from baton.host_memory import can_share
-from kv_transfer.base import BlockMemory
+from kv_transfer.base import BlockMemory, Write
 from kv_transfer.pull_transport import PullTransport
-from kv_transfer.shared_pool import BorrowedPool, Fetch, LentPool, SharedBlocks
+from kv_transfer.shared_pool import BorrowedPool, Fetch, LentPool, OwnMemory, SharedBlocks
 from kv_transfer.shm_link import Export, Listener, ToTarget, reach
 
 
@@ -36,7 +36,7 @@ class ShmTransport(PullTransport):
         self.reach = f"shm ({reach()})"
         super().__init__(Listener(name))
 
-    def register(self, pool: BlockMemory) -> None:
+    def register(self, pool: BlockMemory, write: Write | None = None) -> None:
         """Raises ConfigError if the pool does not lie in shared memory."""
         if not isinstance(pool, SharedBlocks) or pool.host_memory.fd is None:
             raise ConfigError(
@@ -46,6 +46,7 @@ class ShmTransport(PullTransport):
                 allowed="auto, zmq+tcp",
             )
         self._pool = pool
+        self._target = OwnMemory(pool.host_memory.array, write)
         self._lent_pool = LentPool(pool)
 
     def _link_to(self, address: str) -> ToTarget:
@@ -60,4 +61,4 @@ class ShmTransport(PullTransport):
         return BorrowedPool(fds, export.num_blocks, export.block_bytes)
 
     def _read(self, borrowed: BorrowedPool, fetches: Sequence[Fetch]) -> Sequence[int]:
-        return borrowed.copy(fetches, self._pool.host_memory.array)
+        return borrowed.copy(fetches, self._target)

@@ -37,7 +37,17 @@ from baton.codec import Codec
 from baton.errors import ConfigError, ProtocolError
 from baton.protocol import TransferId
 from baton.security import Security, worth_saying
-from kv_transfer.base import MAX_BYTES_PER_CALL, BlockMemory, Completion, LinkLost, Received, Sent
+from kv_transfer.base import (
+    MAX_BYTES_PER_CALL,
+    BlockMemory,
+    Completion,
+    LinkLost,
+    Received,
+    Sent,
+    Write,
+    copying_into,
+    nowhere,
+)
 from kv_transfer.expected import ExpectedBlocks, TransportStats
 from kv_transfer.messages import BlockIndex
 
@@ -124,6 +134,7 @@ class ZmqTransport:
         self._guard = self._security.guard(self._context)
         self._heartbeat_ms = (int(heartbeat_s * 1000), int(heartbeat_timeout_s * 1000))
         self._pool: BlockMemory | None = None
+        self._write_block: Write = nowhere
         self._expected = ExpectedBlocks()
         self._links: dict[str, _Link] = {}
         self._flights: deque[_Flight] = deque()
@@ -167,8 +178,9 @@ class ZmqTransport:
         transport._folder = folder
         return transport
 
-    def register(self, pool: BlockMemory) -> None:
+    def register(self, pool: BlockMemory, write: Write | None = None) -> None:
         self._pool = pool
+        self._write_block = write or copying_into(pool)
 
     # --- sending ----------------------------------------------------------------------------------
 
@@ -288,7 +300,7 @@ class ZmqTransport:
         if block is None:
             self.stats.num_dropped += 1
             return False
-        np.copyto(self._pool.block(block), np.frombuffer(frame.buffer, dtype=np.uint8))  # without the GIL
+        self._write_block(block, np.frombuffer(frame.buffer, dtype=np.uint8))
         return True
 
     # --- what became of it ------------------------------------------------------------------------

@@ -5,7 +5,7 @@ blocks the transport may still read; must not know sockets, memory or how a step
 
     router Submit ─► offer ─► (greeting the peer) ─► Offer ─► Accept: engine.grant
                                                         └───► Refuse: held until Replace or abort
-    engine ChunkDone ─► ShipBlocks ─► on_shipped ─► on_sent
+    engine ChunkDone ─► ShipBlocks ─► on_shipped ─► HashBlocks ─► on_hashed;  on_sent
     engine PromptDone ─► Commit ─► Ack: HandoffDone;  Nack, abort, expiry, loss: see `_fail`
 
 A link that was cut is made anew, and what D may lack is shipped again (`_relink`): P has every block until the Ack.
@@ -30,7 +30,7 @@ from baton.engine.request import ChunkDone, Effect, Ended, PromptDone
 from baton.errors import ProtocolError
 from baton.layout import KVLayout
 from baton.ledger import Reason
-from baton.ports import Action, CancelTransfer, ConnectPeer, DropLink, ShipBlocks, ToPeer, ToRouter
+from baton.ports import Action, CancelTransfer, ConnectPeer, DropLink, HashBlocks, ShipBlocks, ToPeer, ToRouter
 from baton.protocol import (
     PROTOCOL_VERSION,
     AttemptFailed,
@@ -80,7 +80,7 @@ class SendEngine(Protocol):
         ...
 
     def lives_of(self, blocks: Iterable[int]) -> tuple[int, ...]:
-        """For `ShipBlocks.lives`."""
+        """For `HashBlocks.lives`."""
         ...
 
     def abort(self, key: RequestKey, now: float) -> list[Effect]: ...
@@ -321,17 +321,27 @@ class SendPort:
     # --- the transport --------------------------------------------------------------------------
 
     def on_shipped(
-        self, transfer: TransferId, refs: tuple[int, ...], checksums: dict[int, int], now: float
+        self, transfer: TransferId, indices: tuple[int, ...], refs: tuple[int, ...], now: float
     ) -> list[Action]:
-        """`refs` and `checksums` are in the order of the `ShipBlocks`; with checksums off, zeros."""
+        """`refs` are in the order of `indices`. Only now are the blocks hashed: they are on their way meanwhile."""
         session = self._sessions.get(transfer)
         if session is None or session.ended:
             return []
-        session.shipped(checksums, now, refs)
+        session.shipped(indices, refs, now)
         actions: list[Action] = []
         if refs:
-            actions.append(ToPeer(transfer.target, Data(transfer, tuple(checksums), refs)))
-        return actions + self._commit(session, now)
+            actions.append(ToPeer(transfer.target, Data(transfer, indices, refs)))
+        new = tuple((i, session.shipped_blocks[i]) for i in indices if i not in session.checksums)
+        if new:
+            actions.append(HashBlocks(transfer, new, self._engine.lives_of(block for _, block in new)))
+        return actions
+
+    def on_hashed(self, transfer: TransferId, checksums: dict[int, int], now: float) -> list[Action]:
+        session = self._sessions.get(transfer)
+        if session is None or session.ended:
+            return []
+        session.hashed(checksums)
+        return self._commit(session, now)
 
     def on_sent(self, transfer: TransferId, indices: tuple[int, ...], now: float) -> list[Action]:
         session = self._sessions.get(transfer)
@@ -457,8 +467,7 @@ class SendPort:
             blocks = session.take(self._max_in_flight - peer.in_flight, now)
             if blocks:
                 peer.in_flight += len(blocks)
-                lives = self._engine.lives_of(block for _, block in blocks)
-                actions.append(ShipBlocks(session.transfer.target, session.transfer, blocks, lives))
+                actions.append(ShipBlocks(session.transfer.target, session.transfer, blocks))
                 self._schedule(session)
             if not session.queued:
                 peer.backlog.popleft()

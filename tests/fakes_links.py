@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -85,21 +85,22 @@ class FaultyLinks:
 
 
 class TcpProxy:
-    """Forwards connections to `target` (`tcp://HOST:PORT`, or `SCHEME+tcp://...`); `address` is where, in the same form.
+    """A wire in between: who connects to `address` is joined to `target`. Both are `tcp://HOST:PORT`, of any scheme.
 
     `cut` resets those that are open, `freeze` stops carrying bytes (`thaw` goes on), `idle_s` resets each that has been
     still for so long, as middleboxes do. One thread, which `close` ends.
     """
 
     def __init__(self, target: str, *, idle_s: float | None = None):
-        scheme, _, host_port = target.partition("://")
-        host, _, port = host_port.rpartition(":")
-        self._target = (host, int(port))
+        self.target = target
         self._idle_s = idle_s
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"{scheme}://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.address = f"{target.partition('://')[0]}://127.0.0.1:{self._listener.getsockname()[1]}"
         self.num_accepted = 0
+        self.num_reset = 0
+        """Connections that were cut, on purpose or for being idle."""
         self.num_bytes = 0
+        """Carried so far, in both directions."""
         self._other: dict[socket.socket, socket.socket] = {}
         self._moved_at: dict[socket.socket, float] = {}
         self._is_frozen = False
@@ -118,9 +119,6 @@ class TcpProxy:
 
     def thaw(self) -> None:
         self._order("thaw")
-
-    def num_open(self) -> int:
-        return len(self._other) // 2
 
     def close(self) -> None:
         self._order("close")
@@ -162,17 +160,22 @@ class TcpProxy:
             orders, self._orders = self._orders, []
             for order in orders:
                 if order in ("cut", "close"):
-                    for sock in list(self._other):
-                        self._reset(sock)
+                    self._cut_all()
                 else:
                     self._is_frozen = order == "freeze"
             self._done.notify_all()
         return "close" not in orders
 
+    def _cut_all(self) -> None:
+        while self._other:
+            self.num_reset += 1
+            self._reset(next(iter(self._other)))
+
     def _accept(self) -> None:
         ours, _ = self._listener.accept()
         try:
-            theirs = socket.create_connection(self._target)
+            host, _, port = self.target.partition("://")[2].rpartition(":")
+            theirs = socket.create_connection((host, int(port)))
         except OSError:
             ours.close()
             return
@@ -199,7 +202,9 @@ class TcpProxy:
         if self._idle_s is not None:
             still = [sock for sock, at in self._moved_at.items() if at + self._idle_s < time.monotonic()]
             for sock in still:
-                self._reset(sock)
+                if sock in self._other:  # else it went with its other end
+                    self.num_reset += 1
+                    self._reset(sock)
 
     def _reset(self, sock: socket.socket) -> None:
         for one in (sock, self._other.pop(sock, None)):
@@ -210,14 +215,15 @@ class TcpProxy:
                 one.close()
 
 
-def addressed(proxies: Sequence[tuple[str, str]], workers: Any) -> Any:
-    """`WorkerInfo`s whose addresses are those of proxies: `(real address, proxy's address)`."""
-    new = dict(proxies)
-    return tuple(
-        msgspec.structs.replace(
-            worker,
-            control_address=new.get(worker.control_address, worker.control_address),
-            data_address=new.get(worker.data_address, worker.data_address),
-        )
-        for worker in workers
-    )
+class RewritingLinks:
+    """`PeerLinks` around others that show `rewrite(event)` in place of each event."""
+
+    def __init__(self, inner: PeerLinks, rewrite: Callable[[PeerEvent], PeerEvent]):
+        self._inner = inner
+        self._rewrite = rewrite
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def events(self) -> list[PeerEvent]:
+        return [self._rewrite(event) for event in self._inner.events()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import zmq
 from baton.engine.request import ChunkDone, Effect, Ended, EngineRequest, PromptDone
 from baton.host_memory import HostMemory
 from baton.layout import KVLayout
+from baton.ports import HashBlocks, Hashed, PeerLinks, ShipBlocks, Shipped
 from baton.protocol import RequestKey, Submit, TransferId, WorkerInfo
 from baton.sampling_params import SamplingParams
 from kv_transfer.base import Completion, KVTransport
@@ -211,6 +212,17 @@ class FakeEngine:
         received = [b for r in (*self.reserved.values(), *(r for r, _ in self.decoding.values())) for b in r.blocks]
         assert Counter(received) == +self.refs
         assert sorted([*held, *set(received), *self.free]) == list(range(self.num_blocks))
+
+
+def ship_and_hash(
+    links: PeerLinks, peer: str, transfer: TransferId, blocks: Sequence[tuple[int, int]], life: int = 1
+) -> tuple[Shipped, Hashed]:
+    """What a send port asks of its links for blocks that are final."""
+    (shipped,) = links.execute(ShipBlocks(peer, transfer, tuple(blocks)))
+    (hashed,) = links.execute(HashBlocks(transfer, tuple(blocks), (life,) * len(blocks)))
+    assert isinstance(shipped, Shipped)
+    assert isinstance(hashed, Hashed)
+    return shipped, hashed
 
 
 def key_of(number: int, attempt: int = 0) -> RequestKey:

@@ -143,6 +143,7 @@ class StubCluster:
         self.pools: dict[str, FakePool] = {}
         self.transports: dict[str, KVTransport] = {}
         self._wrap_links = wrap_links
+        self._add_again = lambda spec: self._add(spec, transport, step_s, wrap)
         try:
             for spec in worker_specs(self.config):
                 self._add(spec, transport, step_s, wrap)
@@ -165,6 +166,11 @@ class StubCluster:
         )
         self.workers[name], self.runners[name], self.pools[name] = worker, runner, pool
         worker.start(WAIT_S)
+
+    def add(self, worker_id: str) -> None:
+        """Start this worker, which has been stopped, as a new life."""
+        self.transports.pop(worker_id)
+        self._add_again(next(spec for spec in worker_specs(self.config) if spec.worker_id == worker_id))
 
     def client(self) -> RouterClient:
         return RouterClient(self.address, secret=self.config.security.secret)

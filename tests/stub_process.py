@@ -15,10 +15,12 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import zmq
 
 from baton.config import dump_config, parse_config
 from baton_cluster.specs import WorkerSpec
+from kv_transfer import nixl_agent
 from tests.stub_cluster import StubCluster, stub_worker, wait_until
 
 TRANSPORT = "zmq+tcp://127.0.0.1"
@@ -26,6 +28,12 @@ TRANSPORTS = [TRANSPORT, "shm://"]
 """Between processes."""
 GROUPS = "gloo://127.0.0.1"
 """Between processes too; slower to start, so for those failures only that its threads and groups are a matter of."""
+NIXL = pytest.param(
+    "nixl://127.0.0.1", marks=pytest.mark.skipif(not nixl_agent.is_installed(), reason="NIXL is not installed")
+)
+PULLING_TRANSPORTS = ["shm://", NIXL]
+ALL_TRANSPORTS = ["inproc", TRANSPORT, "zmq+ipc://", "shm://", GROUPS, NIXL]
+"""All that move blocks between pools on CPUs."""
 ROOT = Path(__file__).resolve().parent.parent
 
 

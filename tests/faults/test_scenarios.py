@@ -10,34 +10,38 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
 from baton.codec import Codec
 from baton.engine.request import StepPlan
 from baton.errors import ClusterError, OverloadedError, RequestTooLargeError
+from baton.ports import FromPrefill, PeerEvent
 from baton.protocol import TransferId
 from baton.sampling_params import SamplingParams
 from baton.timeline import Stage
-from kv_transfer.base import Completion as TransportEvent
-from kv_transfer.base import KVTransport, Received
+from kv_transfer.base import KVTransport
+from kv_transfer.faulty_transport import FaultPlan, FaultyTransport
 from kv_transfer.messages import Commit, Data, Offer, ToDecode
 from kv_transfer.zmq_transport import DataHeader
 from router.client import RouterClient
+from tests.fakes_links import RewritingLinks
 from tests.stub_cluster import LAYOUT, StubCluster, expected_tokens, wait_until
-from tests.stub_process import GROUPS, TRANSPORT, ProcessCluster
+from tests.stub_process import ALL_TRANSPORTS, GROUPS, PULLING_TRANSPORTS, TRANSPORT, ProcessCluster
 from tests.stub_process import TRANSPORTS as BETWEEN_PROCESSES
 
 B = LAYOUT.block_size
 ENGINE = {"max_batch_tokens": 48, "max_batch_requests": 8}
 SPLIT: dict[str, Any] = {"prefill": {}, "decode": {}}
 TRANSPORTS = pytest.mark.parametrize("transport", ["inproc", *BETWEEN_PROCESSES])
+EVERY_TRANSPORT = pytest.mark.parametrize("transport", ALL_TRANSPORTS)
+PULLING = pytest.mark.parametrize("transport", PULLING_TRANSPORTS)
 APART = pytest.mark.parametrize("transport", BETWEEN_PROCESSES)
-TRANSPORTS_AND_GROUPS = pytest.mark.parametrize("transport", ["inproc", *BETWEEN_PROCESSES, GROUPS])
 APART_AND_GROUPS = pytest.mark.parametrize("transport", [*BETWEEN_PROCESSES, GROUPS])
 
 
@@ -48,59 +52,6 @@ def prompt_of(length: int, salt: int = 0) -> list[int]:
 def kv_bytes_of(length: int) -> int:
     """Of a prompt of so many tokens."""
     return LAYOUT.num_blocks_for(length) * LAYOUT.block_bytes
-
-
-class HeldTransport:
-    """The decode worker's end of a wire that is slow: while `held`, arrived blocks stay where they are."""
-
-    def __init__(self, inner: KVTransport):
-        self._inner = inner
-        self.held = False
-        self.num_cancelled = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def completions(self) -> list[TransportEvent]:
-        return [] if self.held else self._inner.completions()
-
-    def pollables(self) -> Sequence[Any]:
-        return () if self.held else self._inner.pollables()
-
-    def cancel(self, transfer: TransferId) -> None:
-        self.num_cancelled += 1
-        self._inner.cancel(transfer)
-
-
-class LossyTransport:
-    """The prefill worker's end of a wire that loses the next `to_lose` shipments and calls them sent."""
-
-    def __init__(self, inner: KVTransport):
-        self._inner = inner
-        self.to_lose = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def ship(self, peer: str, transfer: TransferId, blocks: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-        if self.to_lose:
-            self.to_lose -= 1
-            peer = "nobody"
-        return self._inner.ship(peer, transfer, blocks)
-
-
-class RepeatingTransport:
-    """The decode worker's end of a wire that tells of every block twice."""
-
-    def __init__(self, inner: KVTransport):
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def completions(self) -> list[TransportEvent]:
-        events = self._inner.completions()
-        return events + [event for event in events if isinstance(event, Received)]
 
 
 class Gate:
@@ -122,22 +73,19 @@ class Gate:
         return 0.0
 
 
-def decode_wrapped(kind: type[Any]) -> tuple[list[Any], Callable[[str, KVTransport], KVTransport]]:
-    """For `StubCluster(wrap=...)`: the decode workers' transports in a `kind`; and these, as they are made."""
-    made: list[Any] = []
+def with_faults(
+    role: str = "decode", plan: FaultPlan | None = None
+) -> tuple[list[FaultyTransport], Callable[[str, KVTransport], KVTransport]]:
+    """For `StubCluster(wrap=...)`: workers of this role over a `FaultyTransport`; and these, as they are made."""
+    made: list[FaultyTransport] = []
 
     def wrap(worker_id: str, transport: KVTransport) -> KVTransport:
-        if not worker_id.startswith("decode"):
+        if not worker_id.startswith(role):
             return transport
-        made.append(kind(transport))
-        return made[-1]  # type: ignore[no-any-return]
+        made.append(FaultyTransport(transport, plan))
+        return made[-1]
 
     return made, wrap
-
-
-def let_go(cluster: StubCluster, transport: HeldTransport) -> None:
-    transport.held = False
-    cluster.workers["decode-0"]._wake()
 
 
 def receive_counters(cluster: StubCluster, worker_id: str = "decode-0") -> Any:
@@ -161,38 +109,38 @@ def ended_well(cluster: StubCluster) -> None:
 # --- hand-over --------------------------------------------------------------------------------------
 
 
-@TRANSPORTS_AND_GROUPS
+@EVERY_TRANSPORT
 def test_abort_while_blocks_are_under_way(transport: str) -> None:
     """Row 1: decode frees at once, and what arrives later is dropped and counted."""
-    held, wrap = decode_wrapped(HeldTransport)
+    held, wrap = with_faults()
     with StubCluster(SPLIT, transport=transport, engine=ENGINE, wrap=wrap) as cluster, cluster.client() as client:
-        held[0].held = True
+        held[0].hold()
         with client.stream(prompt_of(60), max_tokens=20, seed=0) as stream:
             next(iter(stream))
             wait_until(lambda: cluster.workers["decode-0"].num_held_blocks() > 0, "decode has reserved")
             stream.cancel()
         wait_until(lambda: cluster.workers["decode-0"].num_held_blocks() == 0, "decode has freed", within_s=2)
         wait_until(lambda: held[0].num_cancelled == 1, "the transfer is cancelled")
-        let_go(cluster, held[0])
+        held[0].release()
         prompt = prompt_of(40)
         assert list(client.generate(prompt, max_tokens=5, seed=0).token_ids) == expected_tokens(prompt, 5)
         assert receive_counters(cluster)["done"] == 1
         ended_well(cluster)
 
 
-@TRANSPORTS
+@EVERY_TRANSPORT
 def test_a_pool_of_one_request_that_is_aborted_on_the_wire_serves_the_next(transport: str) -> None:
     """Row 2: the next one gets the blocks that late data was meant for, and its own tokens."""
-    held, wrap = decode_wrapped(HeldTransport)
+    held, wrap = with_faults()
     pools = {"prefill": {}, "decode": {"kv_blocks": 5}}
     with StubCluster(pools, transport=transport, engine=ENGINE, wrap=wrap) as cluster, cluster.client() as client:
-        held[0].held = True
+        held[0].hold()
         first, second = prompt_of(60, 1), prompt_of(60, 2)
         with client.stream(first, max_tokens=20, seed=0) as stream:
             next(iter(stream))
         with client.stream(second, max_tokens=20, seed=0) as stream:
             next(iter(stream))  # prefill has begun, so decode has reserved for it
-            let_go(cluster, held[0])
+            held[0].release()
         done = client.generate(second, max_tokens=20, seed=0)
         assert list(done.token_ids) == expected_tokens(second, 20)
         assert done.attempts == 1
@@ -200,38 +148,31 @@ def test_a_pool_of_one_request_that_is_aborted_on_the_wire_serves_the_next(trans
         ended_well(cluster)
 
 
-@TRANSPORTS
+@EVERY_TRANSPORT
 def test_a_client_that_closes_after_prefill_and_before_decode(transport: str) -> None:
     """Row 3: prefill lets go of its blocks, decode does no work."""
-    held, wrap = decode_wrapped(HeldTransport)
+    held, wrap = with_faults()
     with StubCluster(SPLIT, transport=transport, engine=ENGINE, wrap=wrap) as cluster:
-        held[0].held = True
+        held[0].hold()
         client = RouterClient(cluster.address)
         next(iter(client.stream(prompt_of(60), max_tokens=20, seed=0)))
         client.close()
         wait_until(lambda: cluster.num_held_blocks() == 0 or transport == "inproc", "freed", within_s=2)
-        let_go(cluster, held[0])  # an inproc sender's blocks are read until the receiver has looked at them
+        held[0].release()  # an inproc sender's blocks are read until the receiver has looked at them
         ended_well(cluster)
         assert cluster.runners["decode-0"].num_steps == 0
 
 
-@TRANSPORTS
+@EVERY_TRANSPORT
 def test_a_lost_shipment_is_computed_again_by_decode_within_the_lease(transport: str) -> None:
     """Row 4: blocks that never come cost a lease, not the request; counted as one failed transfer."""
-    lossy: list[LossyTransport] = []
-
-    def wrap(worker_id: str, transport: KVTransport) -> KVTransport:
-        if worker_id.startswith("decode"):
-            return transport
-        lossy.append(LossyTransport(transport))
-        return lossy[-1]  # type: ignore[return-value]
-
+    lossy, wrap = with_faults("prefill")
     lease = {"lease_s": 0.4}
     with (
         StubCluster(SPLIT, transport=transport, engine=ENGINE, wrap=wrap, transfer=lease) as cluster,
         cluster.client() as client,
     ):
-        lossy[0].to_lose = 1
+        lossy[0].arm("drop", LAYOUT.num_blocks_for(40))
         prompt = prompt_of(40)
         done = client.generate(prompt, max_tokens=10, seed=0)
         assert list(done.token_ids) == expected_tokens(prompt, 10)
@@ -282,14 +223,65 @@ def test_forged_ids_ranges_and_frames_never_reach_a_pool() -> None:
         ended_well(cluster)
 
 
-@TRANSPORTS
+@EVERY_TRANSPORT
 def test_blocks_told_twice_count_once(transport: str) -> None:
     """Row 5: a repeated completion is ignored; the transfer ends once."""
-    _, wrap = decode_wrapped(RepeatingTransport)
+    repeating, wrap = with_faults(plan=FaultPlan(duplicate=100))
     with StubCluster(SPLIT, transport=transport, engine=ENGINE, wrap=wrap) as cluster, cluster.client() as client:
         prompt = prompt_of(100)
         done = client.generate(prompt, max_tokens=10, seed=0)
         assert (list(done.token_ids), done.attempts) == (expected_tokens(prompt, 10), 1)
+        assert repeating[0].faults["duplicate"] == LAYOUT.num_blocks_for(100)
+        ended_well(cluster)
+
+
+@PULLING
+@pytest.mark.parametrize("forgery", ["another life", "out of range", "consumed", "reused", "another block"])
+def test_forged_void_and_late_refs_are_not_read(transport: str, forgery: str) -> None:
+    """Row 5: of transports that pull. Nothing is read by a ref that is not lent, and what is wrong is not used.
+
+    Decode computes the prompt, or, as P waits for the end of what it lent, the request is placed anew. Either counts.
+    """
+    transfers: list[TransferId] = []
+    seen: list[int] = []
+
+    def rewrite(event: PeerEvent) -> PeerEvent:
+        """Those of the second transfer."""
+        if not isinstance(event, FromPrefill) or not isinstance(event.message, Data) or not event.message.refs:
+            return event
+        refs, transfer = event.message.refs, event.message.transfer
+        if transfer not in transfers:
+            transfers.append(transfer)
+        if transfer == transfers[0]:
+            seen.extend(refs)
+        if transfers.index(transfer) != 1:
+            return event
+        forged = {
+            "another life": [ref + (1 << 40) for ref in refs],
+            "out of range": [ref + (1 << 20) for ref in refs],
+            "consumed": seen[: len(refs)],
+            "reused": seen[: len(refs)],
+            "another block": [*refs[1:], refs[0]],
+        }[forgery]
+        return FromPrefill(event.peer, msgspec.structs.replace(event.message, refs=tuple(forged)))
+
+    # Of a pool of four blocks, which one request fills, the second one has the blocks of the first, in their next life.
+    pools = {"prefill": {"kv_blocks": 4 if forgery == "reused" else 64}, "decode": {}}
+    wrap_links: Any = lambda worker_id, links: RewritingLinks(links, rewrite) if worker_id == "decode-0" else links
+    engine = {**ENGINE, "prefix_cache": False, "max_batch_tokens": 64}  # one chunk
+    lease = {"lease_s": 0.4, "expected_growth": 0}
+    with (
+        StubCluster(pools, transport=transport, engine=engine, transfer=lease, wrap_links=wrap_links) as cluster,
+        cluster.client() as client,
+    ):
+        for salt in (0, 1):
+            prompt = prompt_of(60, salt)
+            done = client.generate(prompt, max_tokens=4, seed=0)
+            assert list(done.token_ids) == expected_tokens(prompt, 4)
+            counters = send_counters(cluster)
+            assert counters["failed"] + counters["expired"] == salt
+            assert done.attempts == 1 + counters["expired"]
+        assert receive_counters(cluster)["corrupt"] == (forgery == "another block")
         ended_well(cluster)
 
 
@@ -341,7 +333,7 @@ def test_a_handed_over_request_that_is_preempted_is_computed_again_on_decode() -
 @TRANSPORTS
 def test_abort_in_every_state(state: str, transport: str) -> None:
     """Row 9: wherever the request is, its end frees both sides; others go on."""
-    held, wrap = decode_wrapped(HeldTransport)
+    held, wrap = with_faults()
     gate = Gate("prefill-0" if state == "prefill" else "decode-0")
     if state in ("wire", "decoding"):
         gate.open()
@@ -351,7 +343,8 @@ def test_abort_in_every_state(state: str, transport: str) -> None:
     ) as cluster:
         decode, prefill = cluster.workers["decode-0"], cluster.workers["prefill-0"]
         with cluster.client() as client:
-            held[0].held = state == "wire"
+            if state == "wire":
+                held[0].hold()
             victim = client.stream(prompt_of(35), max_tokens=30, seed=0)
             if state == "credit":
                 assert gate.reached.wait(20)
@@ -377,22 +370,22 @@ def test_abort_in_every_state(state: str, transport: str) -> None:
             if state == "decode queue":
                 wait_until(lambda: prefill.num_held_blocks() == 0, "prefill has freed")
             gate.open()
-            held[0].held = False
-            decode._wake()
+            held[0].release()
             prompt = prompt_of(35, 2)
             done = client.generate(prompt, max_tokens=10, seed=0)
             assert (list(done.token_ids), done.attempts) == (expected_tokens(prompt, 10), 1)
         ended_well(cluster)
 
 
-@pytest.mark.parametrize("num_blocks", [1, 2, 3])
-def test_a_prompt_of_whole_blocks_moves_exactly_those(num_blocks: int) -> None:
+@EVERY_TRANSPORT
+def test_a_prompt_of_whole_blocks_moves_exactly_those(transport: str) -> None:
     """Row 10: the first token is not counted into the transfer, though it is known by then."""
-    with StubCluster(SPLIT, transport=TRANSPORT, engine=ENGINE) as cluster, cluster.client() as client:
-        prompt = prompt_of(num_blocks * B)
-        done = client.generate(prompt, max_tokens=B + 2, seed=0)
-        assert list(done.token_ids) == expected_tokens(prompt, B + 2)
-        assert done.kv_bytes == num_blocks * LAYOUT.block_bytes
+    with StubCluster(SPLIT, transport=transport, engine=ENGINE) as cluster, cluster.client() as client:
+        for num_blocks in (1, 2, 3):
+            prompt = prompt_of(num_blocks * B)
+            done = client.generate(prompt, max_tokens=B + 2, seed=0)
+            assert list(done.token_ids) == expected_tokens(prompt, B + 2)
+            assert done.kv_bytes == num_blocks * LAYOUT.block_bytes
         ended_well(cluster)
 
 

@@ -15,7 +15,7 @@ from baton.errors import InvalidRequestError
 from baton.ledger import ClusterLedger, LedgerEntry, Reason, WorkerLedger
 from baton_cli.main import app
 from router.client import AsyncRouterClient, RouterClient
-from tests.faults.test_scenarios import ENGINE, SPLIT, HeldTransport, decode_wrapped, let_go, prompt_of
+from tests.faults.test_scenarios import ENGINE, SPLIT, prompt_of, with_faults
 from tests.stub_cluster import LAYOUT, StubCluster, wait_until
 
 LEASE = 30.0
@@ -61,10 +61,10 @@ class ForgetsToRelease:
 
 
 def test_a_hand_over_that_is_held_up_is_shown_on_both_sides() -> None:
-    held, wrap = decode_wrapped(HeldTransport)
+    held, wrap = with_faults()
     sections: dict[str, Any] = {"engine": ENGINE, "transfer": {"lease_s": LEASE}}
     with StubCluster(SPLIT, wrap=wrap, **sections) as cluster, cluster.client() as client:
-        held[0].held = True
+        held[0].hold()
         with client.stream(PROMPT, max_tokens=20, seed=0) as stream:
             deltas = iter(stream)
             next(deltas)
@@ -93,7 +93,7 @@ def test_a_hand_over_that_is_held_up_is_shown_on_both_sides() -> None:
             assert status == 0, text
             for word in (p.owner, "shipping", "committed", "prefill-0 (prefill, ready)", "running", "all is well"):
                 assert word in text, text
-            let_go(cluster, held[0])
+            held[0].release()
             assert sum(len(delta.token_ids) for delta in deltas) == 19
         cluster.wait_ledger_zero()
         assert all(w.report is not None and w.report.entries == () for w in client.ledger().workers)

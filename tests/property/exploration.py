@@ -45,7 +45,17 @@ import msgspec
 
 from baton.engine.request import ChunkDone, Effect, Ended, EngineRequest, PromptDone
 from baton.errors import ProtocolError
-from baton.ports import Action, CancelTransfer, ConnectPeer, DropLink, ReceiveBlocks, ShipBlocks, ToPeer, ToRouter
+from baton.ports import (
+    Action,
+    CancelTransfer,
+    ConnectPeer,
+    DropLink,
+    HashBlocks,
+    ReceiveBlocks,
+    ShipBlocks,
+    ToPeer,
+    ToRouter,
+)
 from baton.protocol import AttemptFailed, HandoffDone, HandoffRefused, Replace, RequestKey, Submit, TransferId
 from baton.sampling_params import SamplingParams
 from decode_worker.receive_port import ReceivePort
@@ -578,8 +588,8 @@ class _Prefill(_Side):
             match action:
                 case ToPeer(peer, message):
                     self.out.append(("say", peer, _bare(message)))
-                case ShipBlocks(_, transfer, blocks, _):
-                    refs, checksums = [], {}
+                case ShipBlocks(_, transfer, blocks):
+                    refs = []
                     computed, held = self.engine.granted.get(transfer.key, (0, ()))
                     for index, block in blocks:
                         require(index < computed and held[index] == block, f"I4: block {index} is shipped unfinished")
@@ -587,9 +597,11 @@ class _Prefill(_Side):
                         value = content(self.wanted[transfer.key].family, index)
                         self.out.append(("ship", Frame(transfer, index, ref, block, value, "held")))
                         refs.append(ref)
-                        checksums[index] = value
                     named = tuple(refs) if self.bounds.pulls else ()
-                    self.act(self.port.on_shipped(transfer, named, checksums, self.now))
+                    self.act(self.port.on_shipped(transfer, tuple(i for i, _ in blocks), named, self.now))
+                case HashBlocks(transfer, blocks):
+                    checksums = {i: content(self.wanted[transfer.key].family, i) for i, _ in blocks}
+                    self.act(self.port.on_hashed(transfer, checksums, self.now))
                 case CancelTransfer(transfer):
                     if self.bounds.pulls:
                         self.out.append(("cancel", transfer))

@@ -53,7 +53,7 @@ WORLDS = {
 }
 DEEP = {
     "two requests, one fault": Bounds((LONG, SHORT), faults=1, **ANY),
-    "two alike, one fault": Bounds((LONG, LIKE_LONG), blocks_p=4, blocks_d=4, faults=1, **ANY),
+    "two alike, one fault": Bounds((SHORT, SHORT), faults=1, **MILD),
     "any two faults": Bounds((SHORT,), faults=2, **ANY),
     "any two faults, pulling": Bounds((SHORT,), faults=2, pulls=True, **ANY),
     "two cuts": Bounds((LONG,), faults=2, cuts=2, no_failure=True),

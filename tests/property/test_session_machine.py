@@ -19,7 +19,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.errors import ProtocolError
-from baton.ports import Action, CancelTransfer, ConnectPeer, DropLink, ReceiveBlocks, ShipBlocks, ToPeer, ToRouter
+from baton.ports import (
+    Action,
+    CancelTransfer,
+    ConnectPeer,
+    DropLink,
+    HashBlocks,
+    ReceiveBlocks,
+    ShipBlocks,
+    ToPeer,
+    ToRouter,
+)
 from baton.protocol import AttemptFailed, HandoffDone, HandoffRefused, Replace, RequestKey, Submit, TransferId
 from baton.sampling_params import SamplingParams
 from decode_worker.receive_port import ReceivePort
@@ -123,7 +133,7 @@ class HandOver(RuleBasedStateMachine):
             match action:
                 case ToPeer(peer, message):
                     self.wire.append((worker.incarnation, peer, message))
-                case ShipBlocks(_, transfer, blocks, _):
+                case ShipBlocks(_, transfer, blocks):
                     assert isinstance(worker, Prefill)
                     refs = []
                     for index, block in blocks:
@@ -131,9 +141,13 @@ class HandOver(RuleBasedStateMachine):
                         refs.append(self.num_refs)
                         worker.reading[transfer, index] += 1
                         self.frames.append(Frame(transfer, index, block, worker, self.num_refs))
-                    checksums = {index: worker.memory[block] for index, block in blocks}
                     named = tuple(refs) if self.pulls else ()
-                    self.act(worker, worker.port.on_shipped(transfer, named, checksums, self.now))
+                    shipped = tuple(index for index, _ in blocks)
+                    self.act(worker, worker.port.on_shipped(transfer, shipped, named, self.now))
+                case HashBlocks(transfer, blocks):
+                    assert isinstance(worker, Prefill)
+                    checksums = {index: worker.memory[block] for index, block in blocks}
+                    self.act(worker, worker.port.on_hashed(transfer, checksums, self.now))
                 case ReceiveBlocks(_, transfer, refs, blocks):
                     assert isinstance(worker, Decode)
                     assert len(refs) == len(blocks) * self.pulls

@@ -15,6 +15,8 @@ from baton.ports import (
     BlocksSent,
     FromDecode,
     FromPrefill,
+    HashBlocks,
+    Hashed,
     ReceiveBlocks,
     ShipBlocks,
     Shipped,
@@ -71,8 +73,11 @@ class Pair:
                 self.say(who, action)
             elif isinstance(action, ShipBlocks):
                 self.shipped.append(action)
-                done = Shipped(action.transfer, (), {index: 1 for index, _ in action.blocks})
+                done = Shipped(action.transfer, tuple(index for index, _ in action.blocks), ())
                 self.do(who, self.cores[who].on_peer_event(done, self.now))
+            elif isinstance(action, HashBlocks):
+                hashed = Hashed(action.transfer, {index: 1 for index, _ in action.blocks})
+                self.do(who, self.cores[who].on_peer_event(hashed, self.now))
             else:
                 assert not isinstance(action, ReceiveBlocks) or who == "D1"
 

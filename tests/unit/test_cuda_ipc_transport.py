@@ -16,7 +16,7 @@ import zmq
 
 from baton.config import parse_config
 from baton.errors import ConfigError
-from baton.ports import BlocksReceived, CancelTransfer, ConnectPeer, ReceiveBlocks, ShipBlocks, Shipped
+from baton.ports import BlocksReceived, CancelTransfer, ConnectPeer, ReceiveBlocks
 from kv_transfer import cuda_ipc_transport
 from kv_transfer.base import DeviceMemory, LinkLost
 from kv_transfer.checksum import device_checksum
@@ -26,7 +26,7 @@ from kv_transfer.device_pool import is_on_device
 from kv_transfer.links import ZmqPeerLinks
 from kv_transfer.registry import open_transport
 from tests.fakes_device import DeviceStandIn, MapperStandIn
-from tests.fakes_transfer import FakePool, drive, transfer_of, watched, worker_info
+from tests.fakes_transfer import FakePool, drive, ship_and_hash, transfer_of, watched, worker_info
 
 BLOCK = 8 << 10
 
@@ -299,11 +299,10 @@ def test_links_hash_a_gpus_blocks_where_they_lie() -> None:
         p, d = ends
         info = worker_info("D1", control_address=d.control_address, data_address=d.data_address)
         p.execute(ConnectPeer(info))
-        (shipped,) = p.execute(ShipBlocks("D1", transfer_of(1), ((0, 2), (1, 3)), (1, 1)))
-        assert isinstance(shipped, Shipped)
-        assert shipped.checksums == {0: device_checksum(torch.from_numpy(pools[0].memory[2])), 1: shipped.checksums[1]}
+        shipped, hashed = ship_and_hash(p, "D1", transfer_of(1), ((0, 2), (1, 3)))
+        assert hashed.checksums == {0: device_checksum(torch.from_numpy(pools[0].memory[2])), 1: hashed.checksums[1]}
         d.execute(ReceiveBlocks("P1", transfer_of(1), shipped.refs, ((0, 0), (1, 1))))
         (received,) = d.events()
-        assert received == BlocksReceived(transfer_of(1), shipped.checksums)
+        assert received == BlocksReceived(transfer_of(1), hashed.checksums)
         d.execute(CancelTransfer(transfer_of(1)))
     np.testing.assert_array_equal(pools[1].memory[:2], pools[0].memory[2:])

@@ -8,7 +8,7 @@ import pytest
 
 from baton.engine.request import Ended
 from baton.errors import ProtocolError
-from baton.ports import Action, CancelTransfer, ConnectPeer, DropLink, ShipBlocks, ToPeer, ToRouter
+from baton.ports import Action, CancelTransfer, ConnectPeer, DropLink, HashBlocks, ShipBlocks, ToPeer, ToRouter
 from baton.protocol import PROTOCOL_VERSION, AttemptFailed, HandoffDone, HandoffRefused, Replace, TransferId
 from kv_transfer.messages import (
     AbortTransfer,
@@ -74,7 +74,10 @@ class Rig:
                 refs = tuple(range(self.num_refs, self.num_refs + len(action.blocks))) if self.pulls else ()
                 self.num_refs += len(refs)
                 checksums = {i: 100 + i for i, _ in action.blocks}
-                following += self.port.on_shipped(action.transfer, refs, checksums, self.now)
+                indices = tuple(checksums)
+                told = self.port.on_shipped(action.transfer, indices, refs, self.now)
+                following += [a for a in told if not isinstance(a, HashBlocks)]
+                following += self.port.on_hashed(action.transfer, checksums, self.now)
         return following
 
     def sent(self, *indices: int, transfer: TransferId = T1) -> list[Action]:
@@ -183,9 +186,10 @@ def test_pulling_transport_names_its_refs() -> None:
     rig.offer()
     rig.hear(Accept(T1))
     (ship,) = [a for a in rig.compute() if isinstance(a, ShipBlocks)]
-    actions = rig.port.on_shipped(ship.transfer, (7, 8, 9), {0: 1, 1: 1, 2: 1}, 0.0)
-    assert said(actions, Data) == [Data(T1, (0, 1, 2), (7, 8, 9))]
-    assert said(actions, Commit)
+    tell, hash_them = rig.port.on_shipped(ship.transfer, (0, 1, 2), (7, 8, 9), 0.0)
+    assert said([tell], Data) == [Data(T1, (0, 1, 2), (7, 8, 9))]
+    assert hash_them == HashBlocks(T1, ship.blocks, (0, 0, 0)), "while decode fetches"
+    assert said(rig.port.on_hashed(T1, {0: 1, 1: 1, 2: 1}, 0.0), Commit)
 
 
 def test_a_pulling_transports_refs_are_named_again_until_they_were_used() -> None:
@@ -194,7 +198,8 @@ def test_a_pulling_transports_refs_are_named_again_until_they_were_used() -> Non
     rig.offer()
     rig.hear(Accept(T1))
     (ship,) = [a for a in rig.compute() if isinstance(a, ShipBlocks)]
-    (commit,) = said(rig.port.on_shipped(ship.transfer, (7, 8, 9), {0: 1, 1: 1, 2: 1}, 0.0), Commit)
+    rig.port.on_shipped(ship.transfer, (0, 1, 2), (7, 8, 9), 0.0)
+    (commit,) = said(rig.port.on_hashed(T1, {0: 1, 1: 1, 2: 1}, 0.0), Commit)
     rig.port.on_sent(T1, (1,), 1.0)
     actions = rig.at(LEASE / 4)
     assert said(actions, Data) == [Data(T1, (0, 2), (7, 9))]

@@ -93,14 +93,14 @@ def test_commit_waits_for_the_first_token_and_every_block() -> None:
     assert session.accept(0, 1.0)
     session.add([(0, 10), (1, 11)])
     assert session.take(8, 1.0) == ((0, 10), (1, 11))
-    session.shipped({0: 5, 1: 6}, 1.0)
+    session.hashed({0: 5, 1: 6})
     assert session.commit(True, 1.0) is None
     session.first_token = 7
     assert session.commit(True, 1.0) is None, "block 2 is missing"
     session.add([(2, 12)])
     assert session.take(8, 2.0) == ((2, 12),)
     assert session.commit(True, 2.0) is None, "not hashed yet"
-    session.shipped({2: 0}, 2.0)
+    session.hashed({2: 0})
     assert session.commit(True, 3.0) == Commit(OFFER.transfer, 7, (5, 6, 0), True)
     assert session.commit(True, 3.0) is None, "once"
     assert session.commit_message(True).checksums == (5, 6, 0), "but it can be repeated"
@@ -111,7 +111,7 @@ def test_a_prefix_that_decode_holds_is_not_sent() -> None:
     session.accept(2, 0)
     session.add([(0, 10), (1, 11), (2, 12)])
     assert session.take(8, 0) == ((2, 12),)
-    session.shipped({2: 9}, 0)
+    session.hashed({2: 9})
     session.first_token = 7
     commit = session.commit(True, 0)
     assert commit is not None
@@ -149,7 +149,7 @@ def test_senders_lease_runs_only_while_it_waits_for_others() -> None:
     assert session.lease_at is None
     session.take(1, 40)
     session.sent([2], 41)
-    session.shipped({0: 0, 1: 0, 2: 0}, 41)
+    session.hashed({0: 0, 1: 0, 2: 0})
     session.first_token = 7
     session.commit(True, 50)
     assert session.lease_at == 70, "decode's lease began later, and it can still go on alone"

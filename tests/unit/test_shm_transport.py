@@ -19,7 +19,7 @@ from baton.host_memory import HostMemory, map_read_only
 from baton.layout import KVLayout
 from kv_transfer import shared_pool, shm_link
 from kv_transfer.base import LinkLost, Received, Sent
-from kv_transfer.shared_pool import BorrowedPool, Fetch, LentPool
+from kv_transfer.shared_pool import BorrowedPool, Fetch, LentPool, OwnMemory
 from kv_transfer.shm_link import EXPORT, FINISHED, Export, Finished, ToTarget
 from kv_transfer.shm_transport import ShmTransport
 from tests.fakes_transfer import FakePool, drive, transfer_of, watched
@@ -88,11 +88,13 @@ def test_a_ref_reads_nothing_after_its_block_was_given_back() -> None:
     borrowed = BorrowedPool(lent.fds, 4, 64)
     first, second = lent.lend(2), lent.lend(2)
     lent.give_back(2)
-    assert borrowed.copy([Fetch(0, first, 1)], target.host_memory.array) == [0], "another transfer has it still"
+    assert borrowed.copy([Fetch(0, first, 1)], OwnMemory(target.host_memory.array, None)) == [0], (
+        "another transfer has it still"
+    )
     np.testing.assert_array_equal(target.block(1), pool.block(2))
     lent.give_back(2)
     target.memory[:] = 0
-    assert borrowed.copy([Fetch(0, first, 1), Fetch(1, second, 2)], target.host_memory.array) == []
+    assert borrowed.copy([Fetch(0, first, 1), Fetch(1, second, 2)], OwnMemory(target.host_memory.array, None)) == []
     assert not target.memory.any()
     assert lent.lend(2) != first
     assert lent.num_lent() == 1
@@ -104,7 +106,7 @@ def test_made_up_refs_read_nothing(ref: int) -> None:
     target.fill(2)
     before = target.memory.copy()
     lent.lend(0)
-    assert BorrowedPool(lent.fds, 4, 64).copy([Fetch(0, ref, 1)], target.host_memory.array) == []
+    assert BorrowedPool(lent.fds, 4, 64).copy([Fetch(0, ref, 1)], OwnMemory(target.host_memory.array, None)) == []
     np.testing.assert_array_equal(target.memory, before)
 
 
@@ -119,7 +121,7 @@ def test_a_copy_during_which_the_block_was_given_back_does_not_count(monkeypatch
         to[:] = source
 
     monkeypatch.setattr(shared_pool.np, "copyto", stalled)
-    assert BorrowedPool(lent.fds, 4, 64).copy(fetches, target.host_memory.array) == [0, 2, 3]
+    assert BorrowedPool(lent.fds, 4, 64).copy(fetches, OwnMemory(target.host_memory.array, None)) == [0, 2, 3]
 
 
 def test_neighbours_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +138,7 @@ def test_neighbours_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_pool.np, "copyto", counted)
     pairs = [(0, 4), (1, 5), (2, 6), (5, 7), (3, 0), (4, 1), (7, 3)]
     fetches = [Fetch(i, lent.lend(source), block) for i, (source, block) in enumerate(pairs)]
-    BorrowedPool(lent.fds, 8, 64).copy(fetches, target.host_memory.array)
+    BorrowedPool(lent.fds, 8, 64).copy(fetches, OwnMemory(target.host_memory.array, None))
     assert sizes == [3 * 64, 64, 2 * 64, 64]
     for source, block in pairs:
         np.testing.assert_array_equal(pool.block(source), target.block(block))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 import zmq
@@ -21,13 +22,13 @@ from baton.ports import (
     PeerEvent,
     ReceiveBlocks,
     ShipBlocks,
-    Shipped,
 )
+from kv_transfer import links
 from kv_transfer.base import BlockMemory, StagedMemory
 from kv_transfer.checksum import block_checksum
 from kv_transfer.links import ZmqPeerLinks
 from kv_transfer.registry import open_transport
-from tests.fakes_transfer import FakePool, transfer_of, worker_info
+from tests.fakes_transfer import FakePool, ship_and_hash, transfer_of, worker_info
 from tests.stub_cluster import wait_until
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, block_size=4, head_dim=8, dtype="float32")
@@ -144,12 +145,11 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 def test_blocks_move_from_pool_to_pool(pair: Pair) -> None:
     transfer = transfer_of(1)
     pair.d.execute(ReceiveBlocks("P1", transfer, (), ((0, 6), (1, 5), (2, 4))))
-    (shipped,) = pair.p.execute(ShipBlocks("D1", transfer, ((0, 3), (1, 1), (2, 7)), (1, 1, 1)))
-    assert isinstance(shipped, Shipped)
+    _, hashed = ship_and_hash(pair.p, "D1", transfer, ((0, 3), (1, 1), (2, 7)))
     pair.until(lambda: len(pair.received()) == 3 and len(pair.sent()) == 3)
     assert (
         pair.received()
-        == shipped.checksums
+        == hashed.checksums
         == {i: block_checksum(pair.source.block(b)) for i, b in ((0, 3), (1, 1), (2, 7))}
     )
     for a, b in ((3, 6), (1, 5), (7, 4)):
@@ -161,32 +161,30 @@ def test_blocks_move_from_pool_to_pool(pair: Pair) -> None:
 
 def test_a_damaged_transfer_is_noticed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compared is the checksum of what arrived, before it goes to the device."""
-    real = StagedBlocks.block
+    real, sources = links.copy_block, []
 
-    def damaging(self: StagedBlocks, block_id: int) -> object:
-        again = block_id in self._open
-        view = real(self, block_id)
-        if self is pair.memories["D1"] and again and block_id == 5:  # the transport has written, the links hash
-            view[17] ^= 0x40
-        return view
+    def damaging(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> int:
+        sources.append(source.copy())
+        if len(sources) == 2:
+            sources[1][17] ^= 0x40
+        return real(target, sources[-1])
 
-    monkeypatch.setattr(StagedBlocks, "block", damaging)
+    monkeypatch.setattr(links, "copy_block", damaging)
     pair.d.execute(ReceiveBlocks("P1", transfer_of(1), (), ((0, 6), (1, 5))))
-    (shipped,) = pair.p.execute(ShipBlocks("D1", transfer_of(1), ((0, 3), (1, 1)), (1, 1)))
-    assert isinstance(shipped, Shipped)
+    _, hashed = ship_and_hash(pair.p, "D1", transfer_of(1), ((0, 3), (1, 1)))
     pair.until(lambda: len(pair.received()) == 2)
-    assert pair.received()[0] == shipped.checksums[0]
-    assert pair.received()[1] != shipped.checksums[1]
+    assert pair.received()[0] == hashed.checksums[0]
+    assert pair.received()[1] != hashed.checksums[1]
 
 
 def test_after_a_cancel_the_pool_is_not_written(pair: Pair) -> None:
     """I5."""
     pair.d.execute(ReceiveBlocks("P1", transfer_of(1), (), ((0, 6),)))
-    pair.p.execute(ShipBlocks("D1", transfer_of(1), ((0, 3),), (1,)))
+    pair.p.execute(ShipBlocks("D1", transfer_of(1), ((0, 3),)))
     pair.d.execute(CancelTransfer(transfer_of(1)))
     pair.until(lambda: pair.sent() == {0})
     pair.d.execute(ReceiveBlocks("P1", transfer_of(2), (), ((0, 7),)))
-    pair.p.execute(ShipBlocks("D1", transfer_of(2), ((0, 3),), (2,)))
+    pair.p.execute(ShipBlocks("D1", transfer_of(2), ((0, 3),)))
     pair.until(lambda: len(pair.received()) == 1)
     assert not pair.target.block(6).any()
     assert pair.memories["D1"]._open == {}

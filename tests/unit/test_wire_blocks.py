@@ -12,12 +12,12 @@ import zmq
 from baton.engine.kv_cache import KVCache
 from baton.engine.staging import StagedBlocks
 from baton.layout import KVLayout
-from baton.ports import BlocksReceived, BlocksSent, CancelTransfer, ConnectPeer, PeerEvent, ReceiveBlocks, ShipBlocks
+from baton.ports import BlocksReceived, BlocksSent, CancelTransfer, ConnectPeer, PeerEvent, ReceiveBlocks
 from kv_transfer.links import ZmqPeerLinks
 from kv_transfer.registry import open_transport
 from kv_transfer.wire_blocks import WireBlocks
 from kv_transfer.wire_format import LANDS, Encoding, Landing, WireFormat
-from tests.fakes_transfer import transfer_of, worker_info
+from tests.fakes_transfer import ship_and_hash, transfer_of, worker_info
 from tests.stub_cluster import wait_until
 
 WIDTH = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 4, "dtype": "bfloat16"}
@@ -65,8 +65,7 @@ class Pair:
         self.d.execute(ReceiveBlocks("P1", transfer_of(number), (), blocks, self.landing))
 
     def ship(self, number: int = 1) -> dict[int, int]:
-        (shipped,) = self.p.execute(ShipBlocks("D1", transfer_of(number), SOURCES, (1,) * len(SOURCES)))
-        return shipped.checksums  # type: ignore[union-attr]
+        return ship_and_hash(self.p, "D1", transfer_of(number), SOURCES)[1].checksums
 
     def until(self, sent: int, received: int) -> dict[int, int]:
         """Checksums by index of all that came."""

@@ -9,12 +9,14 @@ import ctypes
 import functools
 import os
 import sysconfig
-from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
 INSTRUCTION_SETS = ("avx512bf16", "avx512", "avx2", "portable")
 """Fastest first."""
+COPY_HASH_SHORTEST = 241
+"""Bytes; shorter inputs are hashed in other ways."""
 
 
 class LinearStruct(Structure):
@@ -152,6 +154,20 @@ def _library(path: Path) -> Any:
     library.baton_team_create.restype = c_void_p
     library.baton_team_destroy.argtypes = [c_void_p]
     return library
+
+
+@functools.cache
+def copy_hash() -> Any:
+    """`baton_copy_hash(source, target, size)`: XXH3 of `size` bytes, copied on the way unless `target` is None.
+
+    For `COPY_HASH_SHORTEST` bytes and more. Releases the GIL. None: the library was not built.
+    """
+    path = library_path()
+    function = None if path is None else getattr(_library(path), "baton_copy_hash", None)
+    if function is not None:
+        function.argtypes = [c_void_p, c_void_p, c_int64]
+        function.restype = c_uint64
+    return function
 
 
 @functools.cache
