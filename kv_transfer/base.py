@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     import torch
 
 
-MAX_BYTES_PER_CALL = 4 << 20
-"""That `completions` writes in one call, one message or block more at most."""
+MAX_BYTES_PER_CALL = 32 << 20
+"""That `completions` writes in one call, one message or block more at most: control messages must get their turn."""
 
 
 class BlockMemory(Protocol):

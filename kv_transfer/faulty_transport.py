@@ -36,7 +36,6 @@ from baton.protocol import TransferId
 from kv_transfer.base import (
     BlockMemory,
     Completion,
-    DeviceMemory,
     KVTransport,
     LinkLost,
     Received,
@@ -45,6 +44,7 @@ from kv_transfer.base import (
     copying_into,
     nowhere,
 )
+from kv_transfer.device_pool import is_on_device
 
 Fault = Literal["drop", "duplicate", "delay", "reorder", "corrupt", "truncate", "cut"]
 FAULTS: tuple[Fault, ...] = get_args(Fault)
@@ -328,12 +328,12 @@ class FaultyTransport:
         """Of a block in the pool that nobody has been told of."""
         pool = self._pool
         assert pool is not None
-        memory: Any = pool.block_tensor(block) if isinstance(pool, DeviceMemory) else pool.block(block).copy()
+        memory: Any = pool.block_tensor(block) if is_on_device(pool) else pool.block(block).copy()
         if zero:
             memory[len(memory) // 2 :] = 0
         else:
             memory[self._random.randrange(len(memory))] ^= 1 << self._random.randrange(8)
-        if isinstance(pool, DeviceMemory):
+        if is_on_device(pool):
             int(memory[-1])  # it is done
         else:
             self._write_block(block, memory)  # as if it had come so

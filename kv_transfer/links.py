@@ -59,8 +59,6 @@ RECEIVE_QUEUE = 256
 """Messages of one peer that are read ahead: more wait in the peer's own memory, not in ours."""
 MAX_MESSAGES_PER_TURN = 256
 """A flood on one socket must not keep the others, or the transport, from their turn."""
-MAX_BYTES_PER_TURN = 64 << 20
-"""Blocks taken in before control messages get their turn."""
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2_000, 10_000
 """Keep idle connections alive, and find those that were cut without a word."""
 
@@ -296,17 +294,8 @@ class ZmqPeerLinks:
             for frames in self._arrived(known.socket):
                 if len(frames) == 1 and (message := self._decode(_TO_PREFILL, frames[0])) is not None:
                     events.append(FromDecode(peer, message))
-        self._read_transport(events)
+        self._take_in(self._transport.completions(), events)
         return events
-
-    def _read_transport(self, events: list[PeerEvent]) -> None:
-        """Round by round, so that what has come is told before the rest; together no more than a turn's share."""
-        end = self.bytes_received + MAX_BYTES_PER_TURN
-        while self.bytes_received < end:
-            before = self.bytes_received
-            self._take_in(self._transport.completions(), events)
-            if self.bytes_received == before:
-                return
 
     def _take_in(self, completions: list[Completion], events: list[PeerEvent]) -> None:
         for completion in completions:

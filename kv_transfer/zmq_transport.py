@@ -30,6 +30,7 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -53,7 +54,7 @@ from kv_transfer.messages import BlockIndex
 
 log = logging.getLogger(__name__)
 
-MAX_BLOCKS_PER_MESSAGE = 16
+MAX_BLOCKS_PER_MESSAGE = 64
 BYTES_PER_MESSAGE = 4 << 20
 """A message is delivered whole: small enough that the receiver starts early, large enough to be few."""
 RECEIVE_QUEUE = 2
@@ -69,13 +70,34 @@ _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_ACC
 
 
 class DataHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=80):
-    """First frame of a message: which blocks the following frames are."""
+    """First frame of a message: which blocks the following frames are, one or several in each, all of one size."""
 
     transfer: TransferId
     indices: Annotated[tuple[BlockIndex, ...], msgspec.Meta(min_length=1, max_length=MAX_BLOCKS_PER_MESSAGE)]
 
 
 _HEADER: Codec[DataHeader] = Codec(DataHeader, max_bytes=MAX_HEADER_BYTES)
+
+
+def neighbours_joined(blocks: Sequence[npt.NDArray[np.uint8]]) -> list[npt.NDArray[np.uint8]]:
+    """The same bytes in as few arrays as can be, without a copy: blocks that lie one behind the other are one.
+
+    `blocks` of the same size, contiguous.
+    """
+    spans: list[npt.NDArray[np.uint8]] = []
+    start = 0
+    for end in range(1, len(blocks) + 1):
+        if end < len(blocks) and _follows(blocks[end - 1], blocks[end]):
+            continue
+        first = blocks[start]
+        spans.append(np.lib.stride_tricks.as_strided(first, (first.nbytes * (end - start),), writeable=False))
+        start = end
+    return spans
+
+
+def _follows(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> bool:
+    """Whether `other` begins where `one` ends, in the same memory."""
+    return other.base is one.base is not None and other.ctypes.data == one.ctypes.data + one.nbytes
 
 
 class _Flight:
@@ -140,7 +162,7 @@ class ZmqTransport:
         self._flights: deque[_Flight] = deque()
         self._news: list[Completion] = []
         self._peer_of_fd: dict[int, str] = {}
-        """Incarnation by connection, as the PULL socket's monitor names them."""
+        """Incarnation by open connection, as the PULL socket's monitor names them; empty: nothing awaited came yet."""
         self._check_s = FIRST_CHECK_S
         self._check_at: float | None = None
         self._folder: str | None = None
@@ -221,7 +243,8 @@ class ZmqTransport:
     ) -> list[Any]:
         assert self._pool is not None
         # Below its copy threshold pyzmq would copy a frame and call it sent: here every frame is tracked.
-        frames = [zmq.Frame(self._pool.block(b), track=True, copy=False, copy_threshold=0) for b in blocks]
+        spans = neighbours_joined([self._pool.block(b) for b in blocks])
+        frames = [zmq.Frame(span, track=True, copy=False, copy_threshold=0) for span in spans]
         socket.send(_HEADER.encode(DataHeader(transfer, indices)), zmq.DONTWAIT | zmq.SNDMORE)
         for frame in frames[:-1]:
             socket.send(frame, zmq.DONTWAIT | zmq.SNDMORE, copy=False)
@@ -262,7 +285,7 @@ class ZmqTransport:
             header = self._header(frames)
             if header is None:
                 continue
-            written = [i for i, frame in zip(header.indices, frames[1:], strict=True) if self._write(header, i, frame)]
+            written = self._write(header, frames[1:])
             if written:
                 # Only who sends what is awaited is that peer: whoever else names it must not be able to hang up for it.
                 self._note_peer(frames[0], header.transfer.source, news)
@@ -276,11 +299,12 @@ class ZmqTransport:
         except ProtocolError as e:
             self._drop("is malformed: %s", e)
             return None
-        num_blocks, sizes = len(frames) - 1, [len(frame) for frame in frames[1:]]
+        sizes = [len(frame) for frame in frames[1:]]
+        size, rest = divmod(sum(sizes), len(header.indices))
         expected = {self._size(header.transfer, index) for index in header.indices} - {None}
-        if num_blocks != len(header.indices) or not expected <= set(sizes) or len(set(sizes)) != 1:
-            what = "of transfer %s has %d frames of %s bytes for %d blocks of %s"
-            self._drop(what, header.transfer, num_blocks, sorted(set(sizes))[:3], len(header.indices), expected)
+        if rest or not size or not expected <= {size} or any(length % size for length in sizes):
+            what = "of transfer %s has frames of %s bytes for %d blocks of %s"
+            self._drop(what, header.transfer, sorted(set(sizes))[:3], len(header.indices), expected)
             return None
         return header
 
@@ -294,14 +318,22 @@ class ZmqTransport:
         if worth_saying(self.stats.num_malformed):
             log.warning(f"dropped a data message (%d so far), which {what}", self.stats.num_malformed, *values)
 
-    def _write(self, header: DataHeader, index: int, frame: Any) -> bool:
-        assert self._pool is not None
-        block = self._expected.claim(header.transfer, index)
-        if block is None:
-            self.stats.num_dropped += 1
-            return False
-        self._write_block(block, np.frombuffer(frame.buffer, dtype=np.uint8))
-        return True
+    def _write(self, header: DataHeader, frames: list[Any]) -> list[int]:
+        """Indices of the blocks that are in the pool now; `_header` has looked at the frames."""
+        size = sum(map(len, frames)) // len(header.indices)
+        indices = iter(header.indices)
+        written: list[int] = []
+        for frame in frames:
+            span = np.frombuffer(frame.buffer, dtype=np.uint8)
+            for start in range(0, len(span), size):
+                index = next(indices)
+                block = self._expected.claim(header.transfer, index)
+                if block is None:
+                    self.stats.num_dropped += 1
+                    continue
+                self._write_block(block, span[start : start + size])
+                written.append(index)
+        return written
 
     # --- what became of it ------------------------------------------------------------------------
 
@@ -331,8 +363,8 @@ class ZmqTransport:
     def _read_pull_monitor(self, news: list[Completion]) -> None:
         for event, fd in self._monitor_events(self._monitor):
             if event == zmq.EVENT_ACCEPTED:
-                self._peer_of_fd.pop(fd, None)
-            elif event == zmq.EVENT_DISCONNECTED and (peer := self._peer_of_fd.pop(fd, None)) is not None:
+                self._peer_of_fd[fd] = ""
+            elif event == zmq.EVENT_DISCONNECTED and (peer := self._peer_of_fd.pop(fd, "")):
                 news.append(LinkLost(peer, "its connection was lost"))
 
     def _note_peer(self, frame: Any, peer: str, news: list[Completion]) -> None:
@@ -341,7 +373,8 @@ class ZmqTransport:
             fd = int(frame.get("__fd"))
             if self._peer_of_fd.get(fd) != peer:
                 self._read_pull_monitor(news)  # what happened to the former user of that number came before
-                self._peer_of_fd[fd] = peer
+                if fd in self._peer_of_fd:  # else it is gone already, and this is the last that came over it
+                    self._peer_of_fd[fd] = peer
 
     @staticmethod
     def _monitor_events(monitor: zmq.Socket[bytes]) -> list[tuple[int, int]]:

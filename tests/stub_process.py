@@ -31,7 +31,6 @@ GROUPS = "gloo://127.0.0.1"
 NIXL = pytest.param(
     "nixl://127.0.0.1", marks=pytest.mark.skipif(not nixl_agent.is_installed(), reason="NIXL is not installed")
 )
-PULLING_TRANSPORTS = ["shm://", NIXL]
 ALL_TRANSPORTS = ["inproc", TRANSPORT, "zmq+ipc://", "shm://", GROUPS, NIXL]
 """All that move blocks between pools on CPUs."""
 ROOT = Path(__file__).resolve().parent.parent

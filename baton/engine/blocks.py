@@ -56,7 +56,7 @@ class BlockPool:
             return None
         if num_blocks == 0:
             return []
-        blocks = self._free[-num_blocks:]
+        blocks = self._free[: -num_blocks - 1 : -1]  # in the order of single ones, which keeps neighbours together
         del self._free[-num_blocks:]
         while len(blocks) < num_blocks:
             block, _ = self._cached.popitem(last=False)

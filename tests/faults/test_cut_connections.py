@@ -28,7 +28,7 @@ if nixl_agent.is_installed():
 OVER = pytest.mark.parametrize(("transport", "which"), WAYS)
 STEP_S = 0.05
 """Of prefill, which takes most of the time to a first token."""
-COLD_FACTOR = 10
+COLD_FACTOR = 20
 """Of a warm request's time to its first token: that of one whose connections have just been cut."""
 
 
@@ -112,12 +112,12 @@ def test_a_fault_of_the_wire_in_the_middle_of_a_transfer(transport: str, which: 
     prompt = prompt_of(300)  # seven chunks
     with proxied(transport, which) as (cluster, client):
         ttft_of(client, 1)
+        stats = cluster.transports["prefill-0"].stats  # type: ignore[attr-defined]
         with client.stream(prompt, max_tokens=4, seed=0) as stream:
-            sent = lambda: cluster.transports["prefill-0"].stats.blocks_shipped  # type: ignore[attr-defined]
-            wait_until(lambda: sent() >= 6, "the first of its blocks were shipped")
+            wait_until(lambda: stats.blocks_shipped >= 6, "the first of its blocks were shipped")
             for proxy in cluster.proxies.values():
                 proxy.freeze()
-            wait_until(lambda: sent() >= 12, "more of them are on the wire")
+            wait_until(lambda: stats.blocks_shipped >= 12, "more of them are on the wire")
             if fault == "cut":
                 cluster.cut()  # they are lost
             for proxy in cluster.proxies.values():
@@ -160,4 +160,4 @@ def test_a_dead_worker_is_noticed_within_two_seconds_by_default(death: signal.Si
         died = time.monotonic()
         cluster.wait_state("decode-0", "lost")
         wait_until(lambda: not port._peers, "prefill knows it no more")
-        assert time.monotonic() - died < liveness.timeout_s + liveness.heartbeat_s + 1.0  # the machine's own delays
+        assert time.monotonic() - died < liveness.timeout_s + liveness.heartbeat_s + 2.0  # the machine's own delays

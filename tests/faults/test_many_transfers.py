@@ -9,6 +9,7 @@ CPUs, and says how long they took and what they met, instead of the few hundred 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import random
@@ -31,7 +32,7 @@ from tests.stub_cluster import StubCluster, expected_tokens, wait_until
 from tests.stub_process import ALL_TRANSPORTS, TRANSPORT
 
 NUM_TRANSFERS = int(os.environ.get("BATON_TRANSFERS", "0"))
-FEW = {"inproc": 400, TRANSPORT: 300, "shm://": 300}
+FEW = {"inproc": 300, TRANSPORT: 300, "shm://": 300}
 NUM_CLIENTS = 24
 POOL_BLOCKS = 24
 """Of each worker: a dozen requests of up to seven blocks do not fit at once."""
@@ -167,7 +168,9 @@ def test_many_transfers_under_faults_end_with_nothing_lost_and_nothing_left(
         sizes = asyncio.run(all_answered(cluster.address, range(number), cluster))
         took_s = time.monotonic() - began
         cluster.wait_ledger_zero()
-        wait_until(lambda: not grown(cluster), "tables are empty again")
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: not grown(cluster), "tables are empty again")
+        assert grown(cluster) == []
         audit(cluster)
         assert cluster.step_failures() == []
         for worker in cluster.workers.values():
@@ -175,7 +178,7 @@ def test_many_transfers_under_faults_end_with_nothing_lost_and_nothing_left(
             assert worker.health()["healthy"]
             events["cache hits"] += worker.core.load().cache_hit_tokens
             for port in (worker.core.send, worker.core.receive):
-                events.update({} if port is None else port.counters)  # type: ignore[attr-defined]
+                events.update({} if port is None else port.counters)  # type: ignore[union-attr]
         for transport in cluster.transports.values():
             events.update({f"block {fault}": n for fault, n in transport.faults.items()})  # type: ignore[attr-defined]
         for link in links:

@@ -32,7 +32,7 @@ from kv_transfer.zmq_transport import DataHeader
 from router.client import RouterClient
 from tests.fakes_links import RewritingLinks
 from tests.stub_cluster import LAYOUT, StubCluster, expected_tokens, wait_until
-from tests.stub_process import ALL_TRANSPORTS, GROUPS, PULLING_TRANSPORTS, TRANSPORT, ProcessCluster
+from tests.stub_process import ALL_TRANSPORTS, GROUPS, NIXL, TRANSPORT, ProcessCluster
 from tests.stub_process import TRANSPORTS as BETWEEN_PROCESSES
 
 B = LAYOUT.block_size
@@ -40,7 +40,6 @@ ENGINE = {"max_batch_tokens": 48, "max_batch_requests": 8}
 SPLIT: dict[str, Any] = {"prefill": {}, "decode": {}}
 TRANSPORTS = pytest.mark.parametrize("transport", ["inproc", *BETWEEN_PROCESSES])
 EVERY_TRANSPORT = pytest.mark.parametrize("transport", ALL_TRANSPORTS)
-PULLING = pytest.mark.parametrize("transport", PULLING_TRANSPORTS)
 APART = pytest.mark.parametrize("transport", BETWEEN_PROCESSES)
 APART_AND_GROUPS = pytest.mark.parametrize("transport", [*BETWEEN_PROCESSES, GROUPS])
 
@@ -235,8 +234,13 @@ def test_blocks_told_twice_count_once(transport: str) -> None:
         ended_well(cluster)
 
 
-@PULLING
-@pytest.mark.parametrize("forgery", ["another life", "out of range", "consumed", "reused", "another block"])
+@pytest.mark.parametrize(
+    ("transport", "forgery"),
+    [
+        *(("shm://", forgery) for forgery in ("another life", "out of range", "consumed", "reused", "another block")),
+        *(pytest.param(*NIXL.values, forgery, marks=NIXL.marks) for forgery in ("another life", "another block")),
+    ],
+)
 def test_forged_void_and_late_refs_are_not_read(transport: str, forgery: str) -> None:
     """Row 5: of transports that pull. Nothing is read by a ref that is not lent, and what is wrong is not used.
 

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from kv_transfer.base import LinkLost, Received, Sent
 from kv_transfer.faulty_transport import FAULTS, FaultPlan, FaultyTransport, read_plan
 from kv_transfer.registry import open_transport, resolve_transport, shares_memory
 from tests.fakes_device import open_end
-from tests.fakes_transfer import FakePool, drive, transfer_of
+from tests.fakes_transfer import FakePool, drive, transfer_of, watched
 
 NUM_BLOCKS, BLOCK = 8, 4096
 SCHEMES = ["inproc", "zmq+tcp", "shm"]
@@ -133,6 +134,31 @@ def test_damage_is_done_before_the_block_is_told(pair: Pair, fault: Any) -> None
     pair.drive(8, 8)
     assert pair.right().count(False) == 2
     assert not all(seen)
+
+
+def test_damage_is_written_as_what_arrives_is() -> None:
+    """Who hashes what is written must see it, whatever else the pool is besides memory of the host."""
+    pool: Any = FakePool(NUM_BLOCKS, BLOCK)
+    pool.device, pool.written = SimpleNamespace(type="cpu"), None  # as a KVCache has
+    pool.block_tensor = lambda block: pytest.fail("written behind the back of who hashes")
+    seen: list[bytes] = []
+
+    def write(block: int, source: Any) -> None:
+        seen.append(source.tobytes())
+        pool.block(block)[:] = source
+
+    pair = Pair("inproc")
+    with contextlib.closing(pair), contextlib.closing(FaultyTransport(open_transport("inproc"))) as target:
+        pair.d.close()
+        pair.d = watched(target)
+        target.register(pool, write)
+        pair.p.connect("D2", target.address)
+        target.arm("corrupt")
+        target.receive("P1", transfer_of(1), (), [(0, 0)])
+        pair.p.ship("D2", transfer_of(1), [(0, 0)])
+        pair.drive(1, 1)
+        assert seen == [pair.source.block(0).tobytes(), pool.block(0).tobytes()]
+        assert seen[0] != seen[1]
 
 
 def test_a_cut_link_is_told_and_can_be_made_anew(pair: Pair) -> None:
