@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from baton.engine.core import EngineCore
 from baton.engine.request import EngineRequest, RequestState
-from baton.ledger import Finding, LedgerEntry, Reason
+from baton.ledger import Finding, HoldReason, LedgerEntry
 from baton.protocol import RequestKey
 from baton.timeline import Mark
 
@@ -34,7 +34,7 @@ class Holding(NamedTuple):
     """One transfer, as a port sees it."""
 
     key: RequestKey
-    reason: Reason
+    reason: HoldReason
     since: float
     """Seconds, like `now`: when it came to that."""
     deadline: float | None
@@ -70,7 +70,7 @@ def take_stock(engine: EngineCore, holdings: Iterable[Holding], now: float, *, b
         holding = by_key.pop(request.key, None)
         reason, since, deadline = _account(request, holding, request.key in scheduled)
         blocks = request.blocks if request.copy_source is None else [*request.blocks, request.copy_source]
-        if reason is Reason.STRANDED:
+        if reason is HoldReason.STRANDED:
             stranded_of.update(dict.fromkeys(blocks, request))
         else:
             for block in blocks:
@@ -91,40 +91,40 @@ def take_stock(engine: EngineCore, holdings: Iterable[Holding], now: float, *, b
         stranded = [b for b, refs in enumerate(pool.refs) if refs > explained[b]]
         findings += _stranded(engine, stranded, stranded_of)
         findings += _unheld([b for b, refs in enumerate(pool.refs) if refs < explained[b]])
-    entries.sort(key=lambda e: (e.reason is not Reason.STRANDED, -e.blocks, -e.since_s))
+    entries.sort(key=lambda e: (e.reason is not HoldReason.STRANDED, -e.blocks, -e.since_s))
     num_phantom = sum(finding.blocks for finding in findings if finding.kind == "phantom")
     return Audit(entries, findings, frozenset(stranded), num_phantom)
 
 
 def _account(
     request: EngineRequest, holding: Holding | None, scheduled: bool
-) -> tuple[Reason, float | None, float | None]:
+) -> tuple[HoldReason, float | None, float | None]:
     """Why it holds its blocks, since when (None: not known), and when that ends at the latest."""
     marks, state = request.marks, request.state
     if request.ended:
         if request.in_step:
-            return Reason.IN_STEP, marks.get(Mark.FINISHED), None
+            return HoldReason.IN_STEP, marks.get(Mark.FINISHED), None
         if holding is None or not request.transfer_holds:
-            return Reason.STRANDED, marks.get(Mark.FINISHED), None
+            return HoldReason.STRANDED, marks.get(Mark.FINISHED), None
     elif state in (RequestState.WAITING, RequestState.RUNNING):
         if not scheduled:
-            return Reason.STRANDED, None, None
+            return HoldReason.STRANDED, None, None
         reason, mark = _progress(request)
         return reason, marks.get(mark, marks.get(Mark.SUBMITTED)), request.deadline
     if holding is None:
-        return Reason.STRANDED, marks.get(Mark.FIRST_TOKEN), None
+        return HoldReason.STRANDED, marks.get(Mark.FIRST_TOKEN), None
     return holding.reason, holding.since, holding.deadline
 
 
-def _progress(request: EngineRequest) -> tuple[Reason, Mark]:
+def _progress(request: EngineRequest) -> tuple[HoldReason, Mark]:
     """Of a request that the engine runs: what it does, and the mark that it passed last before."""
     if request.state is RequestState.RUNNING:
         if len(request.tokens) - request.num_computed == 1 and len(request.tokens) > request.num_context:
-            return Reason.DECODE, Mark.DECODE_START
-        return Reason.PREFILL, Mark.ADOPTED if Mark.ADOPTED in request.marks else Mark.PREFILL_START
+            return HoldReason.DECODE, Mark.DECODE_START
+        return HoldReason.PREFILL, Mark.ADOPTED if Mark.ADOPTED in request.marks else Mark.PREFILL_START
     if not request.has_credit:
-        return Reason.AWAITING_CREDIT, Mark.SUBMITTED
-    return (Reason.ADOPTED if request.blocks else Reason.QUEUED), Mark.ADOPTED
+        return HoldReason.AWAITING_CREDIT, Mark.SUBMITTED
+    return (HoldReason.ADOPTED if request.blocks else HoldReason.QUEUED), Mark.ADOPTED
 
 
 def _phantom(request: EngineRequest, holding: Holding) -> Finding | None:
@@ -166,7 +166,7 @@ def _unheld(blocks: list[int]) -> list[Finding]:
 
 def _entry(
     key: RequestKey,
-    reason: Reason,
+    reason: HoldReason,
     since: float | None,
     deadline: float | None,
     holding: Holding | None,
@@ -193,18 +193,15 @@ class StrandedBlocks:
         self.block_seconds = 0.0
         self._at = 0.0
         self._told: set[tuple[str, str, str]] = set()
-        """Findings that `observe` returned already."""
+        """Findings of the last audit: `observe` returned them then, or before."""
 
     def observe(self, audit: Audit | None, now: float) -> list[Finding]:
         """The findings that are new. `audit` None: no block is held."""
         self.advance(now)
         self.num_blocks = 0 if audit is None else len(audit.stranded)
-        new: list[Finding] = []
-        for finding in () if audit is None else audit.findings:
-            identity = (finding.kind, finding.owner, finding.problem)
-            if identity not in self._told:
-                self._told.add(identity)
-                new.append(finding)
+        found = {(f.kind, f.owner, f.problem): f for f in (() if audit is None else audit.findings)}
+        new = [finding for identity, finding in found.items() if identity not in self._told]
+        self._told = set(found)
         return new
 
     def advance(self, now: float) -> None:

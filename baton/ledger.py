@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from baton.wire import Count, Message, Name
+from baton.wire import BlockSeconds, Count, Message, Name, Reason, RequestId, Seconds, Words
 
 MAX_ENTRIES = 1000
 """Entries of one worker's report, and open requests of the router's: what a person can read is less."""
@@ -25,7 +25,7 @@ MAX_FINDINGS = 100
 BlockIds = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_BLOCK_IDS)]
 
 
-class Reason(StrEnum):
+class HoldReason(StrEnum):
     """Why a request is in the ledger: what its blocks wait for."""
 
     QUEUED = "queued"
@@ -61,21 +61,21 @@ class Reason(StrEnum):
 class LedgerEntry(Message, frozen=True):
     """One attempt at one sample of a request, as one worker sees it."""
 
-    request_id: str
+    request_id: RequestId
     attempt: Count
     sample: Count
-    reason: Reason
+    reason: HoldReason
     blocks: Count
     """Blocks that it holds, shared ones included."""
-    since_s: float
+    since_s: Seconds
     """Seconds for which the reason has been this one."""
-    deadline_s: float | None = None
+    deadline_s: Seconds | None = None
     """Seconds until its worker ends it: the transfer by its lease, else the request by its timeout. None: neither."""
     shared: Count = 0
     """Of the blocks, those that others hold too: a common prefix."""
-    peer: str = ""
+    peer: Words = ""
     """The worker at the other end of its transfer; empty: it has none."""
-    peer_incarnation: str = ""
+    peer_incarnation: Words = ""
     block_ids: BlockIds = ()
     """If they were asked for, and as far as the report has room."""
 
@@ -95,9 +95,9 @@ class Finding(Message, frozen=True):
     kind: Literal["stranded", "phantom"]
     """`stranded`: held, and accounted for by nobody. `phantom`: somebody relies on it, and it is not held."""
     blocks: Count
-    owner: str
+    owner: Words
     """Who is concerned; of a block that nobody names, who got it last. Empty: not known."""
-    problem: str
+    problem: Reason
     block_ids: BlockIds = ()
     """The first of them."""
 
@@ -131,8 +131,8 @@ class LedgerReport(Message, frozen=True, tag=29):
     findings: Annotated[tuple[Finding, ...], msgspec.Meta(max_length=MAX_FINDINGS)] = ()
     stranded_blocks: Count = 0
     phantom_blocks: Count = 0
-    stranded_block_seconds: float = 0.0
-    problem: str | None = None
+    stranded_block_seconds: BlockSeconds = 0.0
+    problem: Reason | None = None
     """Why the worker is not healthy."""
 
 
@@ -157,7 +157,7 @@ class WorkerLedger(Message, frozen=True, tag=45):
     seen_s_ago: float
     report: LedgerReport | None = None
     """None: it is lost or silent."""
-    unknown: tuple[Count, ...] = ()
+    unknown: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_ENTRIES)] = ()
     """Indices of the report's entries whose attempt the router does not have open on this worker. For the time of a
     message's trip that is as it should be."""
 
@@ -165,7 +165,7 @@ class WorkerLedger(Message, frozen=True, tag=45):
 class OpenRequest(Message, frozen=True, tag=46):
     """One sample of a request that the router has open."""
 
-    request_id: str
+    request_id: RequestId
     attempt: Count
     sample: Count
     state: str
@@ -187,7 +187,7 @@ class ClusterLedger(Message, frozen=True, tag=47):
     label: Name
     name: str
     workers: tuple[WorkerLedger, ...]
-    requests: tuple[OpenRequest, ...]
+    requests: Annotated[tuple[OpenRequest, ...], msgspec.Meta(max_length=MAX_ENTRIES)]
     """Oldest first."""
     num_requests: Count
     """How many there are, those left out included."""

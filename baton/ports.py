@@ -272,5 +272,5 @@ class ReceivePort(Protocol):
     def on_deadline(self, now: float) -> list[Action]: ...
 
     def holdings(self) -> list[Holding]:
-        """Every transfer, also one that has ended while the transport still reads its blocks."""
+        """Every transfer that has not ended; one without blocks waits for some."""
         ...

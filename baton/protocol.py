@@ -14,7 +14,7 @@ import msgspec
 from baton.layout import KVLayout
 from baton.ledger import AskLedger, ClusterLedger, LedgerReport, LedgerRequest
 from baton.sampling_params import PromptLogprobs, SamplingParams, TokenId, TokenIds, TokenLogprobs
-from baton.wire import Count, Marks, Message, Name, Reason, RequestId, Seconds, Timeout, Words
+from baton.wire import BlockSeconds, Count, Marks, Message, Name, Reason, RequestId, Seconds, Timeout, Words
 
 PROTOCOL_VERSION = 3
 
@@ -160,7 +160,7 @@ class LoadReport(Message, frozen=True, tag=15):
     """Of those, the tokens whose KV was here: neither computed nor received."""
     stranded_blocks: Count = 0
     """Blocks that are held and that nobody accounts for, as the last audit found (`baton.audit`)."""
-    stranded_block_seconds: float = 0.0
+    stranded_block_seconds: BlockSeconds = 0.0
     """Their number, summed over the time since they were found."""
 
 

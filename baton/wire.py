@@ -16,6 +16,8 @@ Reason = Annotated[str, msgspec.Meta(max_length=1 << 16)]
 """Why something went wrong, in words."""
 Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
 """A time or a duration: finite, and of a size that timers can be computed with."""
+BlockSeconds = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
+"""A number of blocks, summed over seconds."""
 Timeout = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Marks = Annotated[dict[Annotated[int, msgspec.Meta(ge=0, lt=256)], Seconds], msgspec.Meta(max_length=64)]
 """Timeline marks (`baton.timeline.Mark`) -> seconds."""

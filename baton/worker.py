@@ -396,7 +396,6 @@ class EngineWorker:
             self._connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if self._connected:
                 self._shut_out = None
-            if self._connected:
                 self._send_join()
             elif self._router_incarnation is not None:
                 self._router_lost("the connection was lost")
@@ -448,7 +447,8 @@ class EngineWorker:
             )
 
     def _router_lost(self, problem: str) -> None:
-        level = logging.WARNING if self.core.engine.live() else logging.INFO
+        with self._condition:
+            level = logging.WARNING if self.core.engine.live() else logging.INFO
         log.log(level, "%s: router lost (%s); its requests end here", self.info.worker_id, problem)
         self._router_incarnation = None
         self._handle(self.core.on_router_lost)

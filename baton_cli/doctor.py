@@ -11,7 +11,7 @@ import msgspec
 from rich import box
 from rich.table import Table
 
-from baton.ledger import ClusterLedger, LedgerEntry, Reason, WorkerLedger
+from baton.ledger import ClusterLedger, HoldReason, LedgerEntry, WorkerLedger
 from baton_cli.output import out, print_json
 from router.client import RouterClient
 
@@ -90,7 +90,7 @@ def doctor_view(diagnosis: Diagnosis) -> Iterator[str | Table]:
             blocks = f"{entry.blocks}" + (f" ({entry.shared} shared)" if entry.shared else "")
             why = entry.reason.replace("_", " ")
             since, deadline = f"{entry.since_s:.1f} s", _deadline(entry.deadline_s)
-            style = "red" if entry.reason is Reason.STRANDED or is_orphan else None
+            style = "red" if entry.reason is HoldReason.STRANDED or is_orphan else None
             table.add_row(entry.owner, why, blocks, since, deadline, entry.peer or "-", known, style=style)
         if report.num_entries > len(report.entries):
             table.caption = f"and {report.num_entries - len(report.entries)} more"
@@ -131,7 +131,7 @@ def _orphans(ledger: ClusterLedger) -> frozenset[Owner]:
         entries = () if worker.report is None else worker.report.entries
         for entry in (entries[index] for index in worker.unknown):
             ends = entry.deadline_s is not None and entry.deadline_s > 0
-            if not (ends and entry.reason in (Reason.AWAITING_ACK, Reason.IN_TRANSPORT)):
+            if not (ends and entry.reason in (HoldReason.AWAITING_ACK, HoldReason.IN_TRANSPORT)):
                 found.add(_owner(worker, entry))
     return frozenset(found)
 
@@ -154,7 +154,7 @@ def _problems(worker: WorkerLedger, orphans: frozenset[Owner]) -> Iterator[str]:
             f"anew; `baton drain {name}` takes it out. Please report this with its log"
         )
     for entry in report.entries:
-        if _owner(worker, entry) in orphans and entry.reason is not Reason.STRANDED:
+        if _owner(worker, entry) in orphans and entry.reason is not HoldReason.STRANDED:
             yield f"{name}: {entry.owner} ({entry.blocks} blocks, {entry.reason}) is unknown to the router"
         if entry.deadline_s is not None and entry.deadline_s < -OVERDUE_S:
             yield f"{name}: {entry.owner} ({entry.reason}) should have ended {-entry.deadline_s:.0f} s ago"

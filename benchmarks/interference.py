@@ -20,7 +20,7 @@ from baton.engine.request import EngineRequest
 from baton.protocol import RequestKey
 from baton.sampling_params import SamplingParams
 from benchmarks.machine import spread
-from benchmarks.transfer_ends import Target, block_ids
+from benchmarks.transfer_ends import TARGET_CORE, Target, block_ids, pin
 
 CONTEXT = 128
 """Tokens; grows by one each step."""
@@ -50,6 +50,7 @@ class DecodeSteps:
         self.end()  # the prompt
 
     def _run(self) -> None:
+        pin(TARGET_CORE)
         self._built.runner.set_num_threads(1)
         while True:
             self._go.wait()

@@ -5,7 +5,8 @@ python -m benchmarks.transfer --transports all --tokens 16,128,1024,8192 --model
 transfers      Source and target are two processes (inproc: two threads) with a `KVTransport` and a pool each, whose
                refs and checksums go through a pipe, as they do through control sockets. A transfer lasts from the
                moment its first block is shipped until its last one is in the target's pool, hashed and compared. Its
-               bytes are verified after the clock has stopped. Pools are far larger than any cache.
+               bytes are verified after the clock has stopped. Pools are far larger than any cache. Each end is
+               pinned to a core, as Baton pins workers.
 handoff        `benchmarks.handoff`: what is left of it between the last prefill step and the first decode step
 interference   `benchmarks.interference`: what a receive costs the decode step that runs meanwhile; needs the demo model
 
@@ -174,10 +175,9 @@ def main() -> None:
             result["handoff"] += measure_handoff(scheme, layout, arguments)
             keep()
     if arguments.interference_repeats:
-        os.sched_setaffinity(0, {1})  # both threads of the decode worker, as Baton pins them
         steps = DecodeSteps()
         for scheme in [s for s in schemes if s not in ALONE_IN_A_PROCESS]:
-            with linked(scheme, pool_blocks(layout, 1024), layout, hashes=True, source_core=0) as target:
+            with linked(scheme, pool_blocks(layout, 1024), layout, hashes=True) as target:
                 entry = measure_interference(target, steps, 1024, arguments.interference_repeats)
             result["interference"].append(entry)
             print(

@@ -23,6 +23,7 @@ from kv_transfer.checksum import block_checksum, copy_block
 from kv_transfer.registry import open_transport
 
 NOISE_BLOCKS = 64
+SOURCE_CORE, TARGET_CORE = 0, 1
 MESSAGE_BYTES = 4 << 20
 """Of the floor over a socket: faster than one large message, whose memory libzmq would take anew."""
 PATIENCE_S = 60.0
@@ -89,17 +90,14 @@ def transfer_id(number: int) -> TransferId:
     return TransferId(f"{number:032x}", 0, 0, "P", "D")
 
 
-def serve_source(
-    scheme: str, num_blocks: int, block_bytes: int, hashes: bool, core: int | None, pipe: Connection
-) -> None:
+def serve_source(scheme: str, num_blocks: int, block_bytes: int, hashes: bool, pipe: Connection) -> None:
     """Ship what the target asks for, until it says None."""
-    if core is not None:
-        os.sched_setaffinity(0, {core})
     end = End(scheme, num_blocks, block_bytes, 1, pipe, hashes=hashes)
     context = zmq.Context()
     pipe.send("ready")
     end.transport.connect("D", pipe.recv())
     bare = bare_socket(context, zmq.PUSH, pipe.recv())
+    pin(SOURCE_CORE)
     while (order := pipe.recv()) is not None:
         kind, number, blocks = order
         if kind == "floor":
@@ -125,6 +123,13 @@ def serve_source(
     end.transport.close()
     bare.close(linger=0)
     context.term()
+
+
+def pin(core: int) -> set[int]:
+    """As Baton pins a worker's threads, but not those of ZeroMQ, which exist by now. Returns the cores before."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(before)[core % len(before)]})
+    return before
 
 
 def bare_socket(context: zmq.Context[Any], kind: int, address: str) -> Any:
@@ -154,6 +159,7 @@ class Target:
         address = "" if scheme in COPIES else listen.get(scheme, "tcp://127.0.0.1:*")
         self.bare = bare_socket(self.context, zmq.PULL, address)
         pipe.send(self.bare.getsockopt_string(zmq.LAST_ENDPOINT) if address else "")
+        self.unpinned = pin(TARGET_CORE)
 
     def transfer(self, sources: list[int], targets: list[int]) -> tuple[float, float]:
         """Seconds, and seconds of CPU time on both ends."""
@@ -216,6 +222,7 @@ class Target:
         return float(ended - started)
 
     def close(self) -> None:
+        os.sched_setaffinity(0, self.unpinned)
         self.pipe.send(None)
         self.end.transport.close()
         self.bare.close(linger=0)
@@ -223,16 +230,14 @@ class Target:
 
 
 @contextmanager
-def linked(
-    scheme: str, num_blocks: int, layout: KVLayout, *, hashes: bool, source_core: int | None = None
-) -> Iterator[Target]:
-    """A target whose source runs in another process, perhaps on a core of its own; for inproc in a thread.
+def linked(scheme: str, num_blocks: int, layout: KVLayout, *, hashes: bool) -> Iterator[Target]:
+    """A target whose source runs in another process, each on a core of its own; for inproc in a thread.
 
     `hashes`: both ends hash what is moved.
     """
     ours, theirs = multiprocessing.Pipe()
     kind: Any = threading.Thread if scheme == "inproc" else multiprocessing.get_context("spawn").Process
-    arguments = (scheme, num_blocks, layout.block_bytes, hashes, source_core, theirs)
+    arguments = (scheme, num_blocks, layout.block_bytes, hashes, theirs)
     source = kind(target=serve_source, args=arguments, daemon=True)
     source.start()
     with tempfile.TemporaryDirectory() as folder:

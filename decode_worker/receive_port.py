@@ -28,7 +28,7 @@ from baton.audit import Holding
 from baton.engine.request import EngineRequest
 from baton.errors import LayoutError, ProtocolError, RequestError
 from baton.layout import KVLayout
-from baton.ledger import Reason
+from baton.ledger import HoldReason
 from baton.ports import Action, CancelTransfer, ReceiveBlocks, ToPeer, ToRouter
 from baton.protocol import PROTOCOL_VERSION, AttemptFailed, RequestKey, TransferId
 from kv_transfer.deadlines import Deadlines
@@ -46,11 +46,11 @@ from kv_transfer.messages import (
     ToPrefill,
     Welcome,
 )
-from kv_transfer.session import Counters, Event, RecvSession, Side, State
+from kv_transfer.session import MAX_RELINKS, Counters, Event, RecvSession, Side, State
 from kv_transfer.wire_format import Landing, WireFormat
 
 MAX_PEERS = 1024
-"""Lives of prefill workers that are remembered, those with open transfers aside."""
+"""Lives of prefill workers that are remembered. More are refused while all of these have open transfers."""
 SOME_OFFERS = 64
 """So many may wait, whatever is in them."""
 MAX_OFFERS, MAX_OFFERED_TOKENS = 1 << 14, 1 << 24
@@ -183,24 +183,32 @@ class ReceivePort:
             former = self._lives.get(hello.worker_id)
             if former is not None:
                 actions = self._peer_lost(former, f"{hello.worker_id} was restarted as {peer}", now)
+            if not self._make_room():
+                self.counters["hello_refused"] += 1
+                reason = f"{self._worker_id} has open transfers of {MAX_PEERS} prefill workers already"
+                return [*actions, ToPeer(peer, HelloRefused(self._worker_id, reason))]
             self._lives[hello.worker_id] = peer
             self._greeted[peer] = hello.worker_id
-            self._forget_peers()
         self._greeted.move_to_end(peer)
         self._formats[peer] = WireFormat(hello.layout, hello.encoding)
         return [*actions, ToPeer(peer, Welcome(self._worker_id, self._incarnation))]
 
-    def _forget_peers(self) -> None:
-        """Of many lives, forget the one that was heard of longest ago and has nothing open here."""
-        if len(self._greeted) <= MAX_PEERS:
-            return
+    def _make_room(self) -> bool:
+        """Whether one more life can be remembered; for it the one that was heard of longest ago is forgotten.
+
+        One with open transfers is not.
+        """
+        if len(self._greeted) < MAX_PEERS:
+            return True
         busy = {transfer.source for transfer in self._sessions}
         oldest = next((peer for peer in self._greeted if peer not in busy), None)
-        if oldest is not None:
-            worker_id = self._greeted.pop(oldest)
-            self._formats.pop(oldest, None)
-            if self._lives.get(worker_id) == oldest:
-                del self._lives[worker_id]
+        if oldest is None:
+            return False
+        worker_id = self._greeted.pop(oldest)
+        self._formats.pop(oldest, None)
+        if self._lives.get(worker_id) == oldest:
+            del self._lives[worker_id]
+        return True
 
     def _unfit(self, hello: Hello) -> str | None:
         """Why KV blocks of that worker cannot be used here, naming both values."""
@@ -290,18 +298,23 @@ class ReceivePort:
 
     def _on_data(self, session: RecvSession, message: Data, now: float) -> list[Action]:
         indices = set(message.indices)
-        if not indices <= set(session.sent_indices()) or len(indices) != len(message.refs):
-            raise ProtocolError(f"transfer {session.transfer}: Data names blocks outside of the transfer")
+        if not indices <= set(session.sent_indices()) or not len(indices) == len(message.indices) == len(message.refs):
+            raise ProtocolError(
+                f"transfer {session.transfer}: Data names blocks outside of the transfer, or not one ref for each"
+            )
+        # Again with another ref: the link was cut, and what was lent over it is void. What is here already is fetched
+        # again too: P does not know, and would wait for it with the link's credit.
+        pairs = zip(message.indices, message.refs, strict=True)
+        new = [pair for pair in pairs if session.is_lent_anew(*pair)]
+        limit = session.num_blocks * (MAX_RELINKS + 1)
+        if len(session.lent) + len(new) > limit and len(session.lent.union(new)) > limit:
+            raise ProtocolError(f"transfer {session.transfer}: Data lends blocks anew more often than links are made")
         session.happens(Event.DATA, Side.PREFILL)
         if session.state is State.OPEN:
             session.renew(now)
         self._heard_of(session)
         if not indices:  # P is still at it
             return []
-        # Again with another ref: the link was cut, and what was lent over it is void. What is here already is fetched
-        # again too: P does not know, and would wait for it with the link's credit.
-        pairs = zip(message.indices, message.refs, strict=True)
-        new = [pair for pair in pairs if session.is_lent_anew(*pair)]
         if not new or not self._pulls:
             self.counters["ignored"] += 1
             return []
@@ -391,11 +404,11 @@ class ReceivePort:
 
     def _holding(self, session: RecvSession, names: dict[str, str]) -> Holding:
         if session.state is State.OFFERED:
-            reason = Reason.AWAITING_BLOCKS
+            reason = HoldReason.AWAITING_BLOCKS
         elif session.state is State.COMMITTED:
-            reason = Reason.COMMITTED
+            reason = HoldReason.COMMITTED
         else:
-            reason = Reason.RECEIVING if session.received else Reason.RESERVED
+            reason = HoldReason.RECEIVING if session.received else HoldReason.RESERVED
         source = session.transfer.source
         peer, blocks = names.get(source, source), session.blocks
         since, lease_at = session.changed_at, session.lease_at

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.protocol import TransferId
+from kv_transfer.expected import TransportStats
 
 if TYPE_CHECKING:
     import torch
@@ -138,7 +139,7 @@ Completion = Sent | Received | LinkLost
 
 
 class KVTransport(Protocol):
-    """Six methods, plus what its owner needs to wait for it."""
+    """One worker's end of its data links to all peers."""
 
     pulls: bool
     """True: the receiver fetches, by the refs `ship` returned, sent to it in a `Data` message."""
@@ -150,6 +151,9 @@ class KVTransport(Protocol):
     """True: a pool on a GPU (`DeviceMemory`) may be registered as it is; else it is staged through host memory."""
     fixed_blocks: bool
     """True: moves blocks of the registered pool only, into blocks of the same size; no other format can travel."""
+
+    @property
+    def stats(self) -> TransportStats: ...
 
     def register(self, pool: BlockMemory, write: Write | None = None) -> None:
         """Use this pool for everything that follows. Called once, before `ship` and `receive`.

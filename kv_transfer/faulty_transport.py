@@ -45,6 +45,7 @@ from kv_transfer.base import (
     nowhere,
 )
 from kv_transfer.device_pool import is_on_device
+from kv_transfer.expected import TransportStats
 
 Fault = Literal["drop", "duplicate", "delay", "reorder", "corrupt", "truncate", "cut"]
 FAULTS: tuple[Fault, ...] = get_args(Fault)
@@ -144,8 +145,8 @@ class FaultyTransport:
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     @property
-    def stats(self) -> Any:
-        return self.inner.stats  # type: ignore[attr-defined]  # all transports have it, whatever they count
+    def stats(self) -> TransportStats:
+        return self.inner.stats
 
     # --- faults that are asked for, from any thread -------------------------------------------------------
 

@@ -56,7 +56,7 @@ _LENGTH = struct.Struct("!H")
 _GO = b"\x01"
 
 
-class BatchHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=83):
+class BatchHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=85):
     """Before each batch: its transfer, and of each block that follows the index in it."""
 
     transfer: TransferId
@@ -120,7 +120,8 @@ class Link:
         self._watch = watch
         self._lock = threading.Condition()
         self._group: Group | None = None
-        self._is_up = False
+        self.is_up = False
+        """The group was made."""
         self._reason = ""
         self.is_over = False
         self.thread = threading.Thread(target=self._run, name=f"kv-{backend.scheme}", daemon=True)
@@ -154,7 +155,7 @@ class Link:
             self._tell(Malformed(self.peer, str(e)))
             self.end(f"malformed: {e}")
         except (OSError, RuntimeError) as e:  # RuntimeError is what torch raises
-            if not self._is_up and not self.is_over:
+            if not self.is_up and not self.is_over:
                 log.warning("no %s link with %s: %s", self._backend.scheme, self.peer or "a peer", e)
             self.end(str(e) or type(e).__name__)
         finally:
@@ -162,7 +163,7 @@ class Link:
             if self._group is not None:
                 self._group.close()
             self._clean_up()
-            if self._is_up and self.peer and self._reason:
+            if self.is_up and self.peer and self._reason:
                 self._tell(LinkLost(self.peer, self._reason))
             self._group = None
             self.sock.close()
@@ -190,7 +191,7 @@ class Link:
         group = self._backend.open_group(mine, rank)
         with self._lock:
             if not self.is_over:
-                self._group, self._is_up = group, True
+                self._group, self.is_up = group, True
                 return group
         group.close()
         raise ConnectionError("the link was ended while it was being made")

@@ -50,6 +50,10 @@ from kv_transfer.group_link import (
 
 log = logging.getLogger(__name__)
 
+MAX_ACCEPTS = 64
+"""New links of one call."""
+MAX_STRANGERS = 256
+"""Incoming links that have no group yet; each has a thread, for `LINK_TIMEOUT_S` at most. More are hung up on."""
 CLOSE_TIMEOUT_S = 1.0
 """How long `close` waits for threads. One that torch does not let go ends later, by itself: see `Link.end`."""
 
@@ -206,13 +210,22 @@ class GroupTransport:
         return len(header.indices) * self._backend.block_bytes
 
     def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                try:
-                    sock, _ = self._listener.accept()
-                except ConnectionError:  # it has given up already
-                    continue
-                self._add(IncomingLink(sock, self._host, self._store_port, self._backend, self._tell, self._watch))
+        strangers = sum(isinstance(link, IncomingLink) and not link.is_up for link in self._links)
+        for _ in range(MAX_ACCEPTS):
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except ConnectionError:  # it has given up already
+                continue
+            except OSError as e:  # out of file descriptors, as a rule: the source tries again
+                log.warning("a %s link could not be accepted: %s", self._backend.scheme, e)
+                return
+            if strangers >= MAX_STRANGERS:
+                sock.close()
+                continue
+            strangers += 1
+            self._add(IncomingLink(sock, self._host, self._store_port, self._backend, self._tell, self._watch))
 
     def _end_hung_up(self) -> None:
         for fd, _ in self._hung_up.poll(0):

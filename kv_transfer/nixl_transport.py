@@ -2,15 +2,15 @@
 
     source   connects ──[Export: NIXL's metadata, where pool and table lie]──► target   listens
              ship: lends blocks ──(refs, in the session's Data)────────────►          receive: notes what to fetch
-                                                           ◄── READ blocks ──          into landing memory
+                                                           ◄── READ blocks ──          into scratch memory
                                                            ◄── READ epochs ──          then: were they lent till now?
-             Sent  ◄──────────────[Finished: indices]───────────────────────          copied into the pool
+             Sent  ◄──────────────[Finished: refs]──────────────────────────          copied into the pool
 
 as `kv_transfer.pull_transport` says, over links of TCP (`kv_transfer.tcp_link`). `Finished` takes the place of NIXL's
 notifications: those have to be polled for, a socket wakes its owner.
 
-Landing memory. NIXL cannot take a read back (`kv_transfer.nixl_agent`), and after a cancel nothing may be written to
-the pool. So reads land beside it, in memory of their link, and what is still wanted when they have ended is copied
+Scratch memory. NIXL cannot take a read back (`kv_transfer.nixl_agent`), and after a cancel nothing may be written to
+the pool. So reads go beside it, to memory of their link, and what is still wanted when they have ended is copied
 over. A cancel is a mark.
 
 Valid. The source takes blocks back without waiting for readers, and neither a closing socket nor a message is in any
@@ -49,8 +49,9 @@ from kv_transfer.tcp_link import TcpListener, TcpToTarget
 
 log = logging.getLogger(__name__)
 
-LANDING_BYTES = 2 * MAX_BYTES_PER_CALL
-"""Per link, at least two blocks: while one read is copied over, the next is on its way."""
+SCRATCH_BYTES = 8 << 20
+"""Per link, at least two blocks: while one read is copied over, the next is on its way. On GPUs it is taken from what
+the KV pool has left."""
 FIRST_CHECK_S, LAST_CHECK_S = 0.0002, 0.02
 """How soon to ask about reads; doubles with each time in vain."""
 
@@ -85,15 +86,15 @@ class HostPool:
         if last.ctypes.data - self.address != (pool.num_blocks - 1) * pool.block_bytes:
             raise ConfigError("transfer.transport", "needs a KV pool that is one piece of memory", value="nixl")
 
-    def landing(self, num_slots: int) -> tuple[Any, int]:
+    def scratch(self, num_slots: int) -> tuple[Any, int]:
         """Memory for so many blocks, to be given to `store`, and its address."""
         memory = np.zeros((num_slots, self.block_bytes), dtype=np.uint8)
         return memory, memory.ctypes.data
 
-    def store(self, landed: Any, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy each (block of the pool, slot of `landed`); complete on return."""
+    def store(self, scratch: Any, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy each (block of the pool, slot of `scratch`); complete on return."""
         for block, slot in pairs:
-            self._write_block(block, landed[slot])
+            self._write_block(block, scratch[slot])
 
     def before_lending(self) -> None:
         """A CPU's steps have written when they end."""
@@ -111,19 +112,19 @@ class GpuPool:
         self.device: int = pool.device.index or 0
         self.address = base_address(pool)
 
-    def landing(self, num_slots: int) -> tuple[Any, int]:
+    def scratch(self, num_slots: int) -> tuple[Any, int]:
         memory = self._pool.block_tensor(0).new_empty(num_slots, self.block_bytes)
         return memory, memory.data_ptr()
 
-    def store(self, landed: Any, pairs: Sequence[tuple[int, int]]) -> None:
-        self._stream.copy((self._pool.block_tensor(block), landed[slot]) for block, slot in pairs)
+    def store(self, scratch: Any, pairs: Sequence[tuple[int, int]]) -> None:
+        self._stream.copy((self._pool.block_tensor(block), scratch[slot]) for block, slot in pairs)
 
     def before_lending(self) -> None:
         wait_until_written(self._pool)
 
 
 class _Read:
-    """Blocks of a transfer on their way into landing slots: first they, then their epochs."""
+    """Blocks of a transfer on their way into slots of scratch memory: first they, then their epochs."""
 
     __slots__ = ("fetches", "handle", "is_cancelled", "of_epochs", "slots", "transfer")
 
@@ -149,13 +150,13 @@ class RemotePool:
         self._agent, self._own, self._there, self._let_go = agent, own, there, let_go
         self.num_blocks, self.block_bytes = export.num_blocks, export.block_bytes
         self.peer = agent.add_peer(there.metadata)
-        num_slots = max(2, LANDING_BYTES // own.block_bytes)
-        self._landed, self._landing_address = own.landing(num_slots)
+        num_slots = max(2, SCRATCH_BYTES // own.block_bytes)
+        self._scratch, self._scratch_address = own.scratch(num_slots)
         self._epochs = np.zeros(num_slots, dtype=np.uint64)
         self._free = list(range(num_slots))
         self.reads: deque[_Read] = deque()
         self._registered = [
-            agent.register((self._landing_address, num_slots * own.block_bytes, own.device), on_gpu=own.on_gpu),
+            agent.register((self._scratch_address, num_slots * own.block_bytes, own.device), on_gpu=own.on_gpu),
             agent.register((self._epochs.ctypes.data, self._epochs.nbytes, 0), on_gpu=False),
         ]
 
@@ -171,7 +172,7 @@ class RemotePool:
         there = [
             (self._there.pool + fetch.ref % MAX_SHARED_BLOCKS * size, size, self._there.device) for fetch in fetches
         ]
-        here = [(self._landing_address + slot * size, size, self._own.device) for slot in slots]
+        here = [(self._scratch_address + slot * size, size, self._own.device) for slot in slots]
         handle = self._agent.read(self.peer, there, self._there.on_gpu, here, self._own.on_gpu)
         self.reads.append(_Read(transfer, fetches, slots, handle))
 
@@ -188,7 +189,7 @@ class RemotePool:
                     for fetch, slot in zip(read.fetches, read.slots, strict=True)
                     if int(self._epochs[slot]) == fetch.ref // MAX_SHARED_BLOCKS
                 ]
-                self._own.store(self._landed, [(fetch.block, slot) for fetch, slot in valid])
+                self._own.store(self._scratch, [(fetch.block, slot) for fetch, slot in valid])
                 done.append((read, [fetch.index for fetch, _ in valid]))
             self._free += read.slots
         return done
@@ -279,7 +280,7 @@ class NixlTransport(PullTransport):
         except OSError as e:
             raise ConfigError("transfer.transport", str(e), value="nixl") from e
         self._pool, self._own, self._lent_pool = pool, own, lent
-        self._metadata = self._agent.metadata()  # before landing memory, which is nobody's business, is registered
+        self._metadata = self._agent.metadata()  # before scratch memory, which is nobody's business, is registered
 
     # --- source -----------------------------------------------------------------------------------
 
@@ -320,7 +321,7 @@ class NixlTransport(PullTransport):
                 link.tell_finished(transfer, tuple(refs))
 
     def _copy(self) -> bool:
-        """Take in what has been read, and have more read, oldest transfer first, as far as landing memory goes.
+        """Take in what has been read, and have more read, oldest transfer first, as far as scratch memory goes.
 
         True: more can be done at once.
         """

@@ -7,12 +7,12 @@ Knows names only; a transport's module is imported when it is opened.
 
 from __future__ import annotations
 
-from baton.config import FAULTY, UNENCRYPTED_TRANSPORTS
+from baton.config import FAULTY, TRANSPORTS, UNENCRYPTED_TRANSPORTS
 from baton.errors import ConfigError
 from baton.security import Security, is_loopback
 from kv_transfer.base import KVTransport
 
-SCHEMES = ("inproc", "shm", "zmq+tcp", "zmq+ipc", "gloo", "nccl", "nixl", "cuda-ipc")
+SCHEMES = tuple(name for name in TRANSPORTS if name != "auto")
 _LISTEN_ON_A_HOST = ("zmq+tcp", "gloo", "nccl", "nixl")
 
 

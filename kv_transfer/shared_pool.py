@@ -113,26 +113,34 @@ class BorrowedBlocks(Generic[Target]):
 
     def __init__(self, table_fd: int, num_blocks: int, block_bytes: int):
         self.num_blocks, self.block_bytes = num_blocks, block_bytes
-        self._epochs = map_read_only(table_fd, 8 * num_blocks).data.cast("Q")
+        self._epochs = map_read_only(table_fd, 8 * num_blocks).view(np.int64)
 
     def copy(self, fetches: Sequence[Fetch], target: Target) -> list[int]:
         """Copy blocks into `target`, the reader's whole pool; returns the indices that were copied whole.
 
         Neighbours in both pools are one copy; what is left out was lent no more.
         """
-        valid = [fetch for fetch in fetches if self._is_valid(fetch.ref)]
-        start = 0
+        count = len(fetches)
+        lives, blocks = np.divmod(np.fromiter([f.ref for f in fetches], dtype=np.int64, count=count), MAX_SHARED_BLOCKS)
+        here = np.fromiter([f.block for f in fetches], dtype=np.int64, count=count)
+        valid = blocks < self.num_blocks
+        if not valid.all():
+            blocks[~valid] = 0
+        valid &= self._epochs[blocks] == lives
+        is_new = (np.diff(blocks, prepend=-2) != 1) | (np.diff(here, prepend=-2) != 1)
+        is_new[1:] |= valid[1:] != valid[:-1]
+        starts = np.flatnonzero(is_new)
+        lengths = np.diff(starts, append=count)
         try:
-            while start < len(valid):
-                source, block = valid[start].ref % MAX_SHARED_BLOCKS, valid[start].block
-                end = start + 1
-                while end < len(valid) and _follows(valid[end - 1], valid[end]):
-                    end += 1
-                self._copy_run(source, block, end - start, target)
-                start = end
+            for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+                if valid[start]:
+                    self._copy_run(int(blocks[start]), int(here[start]), length, target)
         finally:
             self._wait()
-        return [fetch.index for fetch in valid if self._is_valid(fetch.ref)]
+        valid &= self._epochs[blocks] == lives
+        if valid.all():
+            return [fetch.index for fetch in fetches]
+        return [fetch.index for fetch, is_valid in zip(fetches, valid.tolist(), strict=True) if is_valid]
 
     def _copy_run(self, source: int, block: int, count: int, target: Target) -> None:
         """Copy `count` neighbours, from `source` on there to `block` on here; complete when `_wait` returns."""
@@ -143,10 +151,6 @@ class BorrowedBlocks(Generic[Target]):
 
     def close(self) -> None:
         """Nothing is read from here any more."""
-
-    def _is_valid(self, ref: int) -> bool:
-        block = ref % MAX_SHARED_BLOCKS
-        return block < self.num_blocks and self._epochs[block] == ref // MAX_SHARED_BLOCKS
 
 
 class OwnMemory(NamedTuple):
@@ -177,8 +181,3 @@ class BorrowedPool(BorrowedBlocks[OwnMemory]):
             return
         for i in range(count):
             target.write(block + i, data[i * size :][:size])
-
-
-def _follows(one: Fetch, other: Fetch) -> bool:
-    """Whether `other` is the next block after `one`, there and here."""
-    return other.ref % MAX_SHARED_BLOCKS == one.ref % MAX_SHARED_BLOCKS + 1 and other.block == one.block + 1

@@ -1,7 +1,7 @@
 """Links within a machine, for transports that pull: Unix sockets with abstract names, and the messages on any link.
 
-A name in the abstract space is no file: it goes with the socket, whatever ended the process. A link carries the
-what the source's pool and table are reached by, who has finished reading what, and the news that the other end is gone.
+A name in the abstract space is no file: it goes with the socket, whatever ended the process. A link carries what
+the source's pool and table are reached by, who has finished reading what, and the news that the other end is gone.
 
 Knows sockets and messages; must not know what is lent or wanted.
 """

@@ -21,7 +21,7 @@ from typing import Any
 
 from baton.errors import ConfigError
 from baton.protocol import TransferId
-from kv_transfer.shm_link import EXPORT, FINISHED, MAX_LINK_MESSAGE_BYTES, MAX_REFS, Export, Finished
+from kv_transfer.shm_link import EXPORT, FINISHED, MAX_ACCEPTS, MAX_LINK_MESSAGE_BYTES, MAX_REFS, Export, Finished
 
 GREETING = b"baton-kv 1"
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 4, 2, 3
@@ -193,6 +193,6 @@ class TcpListener:
         """The links that were made since the last call."""
         links: list[TcpToSource] = []
         with contextlib.suppress(OSError):
-            while True:
+            for _ in range(MAX_ACCEPTS):
                 links.append(TcpToSource(self.sock.accept()[0]))
         return links

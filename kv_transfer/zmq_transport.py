@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 MAX_BLOCKS_PER_MESSAGE = 64
 BYTES_PER_MESSAGE = 4 << 20
 """A message is delivered whole: small enough that the receiver starts early, large enough to be few."""
-RECEIVE_QUEUE = 2
+RECEIVE_QUEUE = 4
 """Messages that libzmq reads ahead, per peer."""
 MAX_MESSAGES_PER_CALL = 256
 """That `completions` reads, however small they are."""

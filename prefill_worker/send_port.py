@@ -29,7 +29,7 @@ from baton.audit import Holding
 from baton.engine.request import ChunkDone, Effect, Ended, PromptDone
 from baton.errors import ProtocolError
 from baton.layout import KVLayout
-from baton.ledger import Reason
+from baton.ledger import HoldReason
 from baton.ports import Action, CancelTransfer, ConnectPeer, DropLink, HashBlocks, ShipBlocks, ToPeer, ToRouter
 from baton.protocol import (
     PROTOCOL_VERSION,
@@ -409,12 +409,12 @@ class SendPort:
         incarnation = session.transfer.target
         peer = self._peers.get(incarnation)
         if session.ended:
-            reason = Reason.IN_TRANSPORT
+            reason = HoldReason.IN_TRANSPORT
         elif session.state is State.OFFERED:
-            reason = Reason.AWAITING_CREDIT
+            reason = HoldReason.AWAITING_CREDIT
         else:
             reads = session.unsent or session.queued or session.state is State.OPEN
-            reason = Reason.SHIPPING if reads else Reason.AWAITING_ACK
+            reason = HoldReason.SHIPPING if reads else HoldReason.AWAITING_ACK
         return Holding(
             session.transfer.key,
             reason,

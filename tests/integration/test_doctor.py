@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import baton_cli.doctor
 from baton.errors import InvalidRequestError
-from baton.ledger import ClusterLedger, LedgerEntry, Reason, WorkerLedger
+from baton.ledger import ClusterLedger, HoldReason, LedgerEntry, WorkerLedger
 from baton_cli.main import app
 from router.client import AsyncRouterClient, RouterClient
 from tests.faults.test_scenarios import ENGINE, SPLIT, prompt_of, with_faults
@@ -70,7 +70,7 @@ def test_a_hand_over_that_is_held_up_is_shown_on_both_sides() -> None:
             next(deltas)
 
             def settled() -> bool:
-                return entry_of(client.ledger(), "decode-0").reason is Reason.COMMITTED
+                return entry_of(client.ledger(), "decode-0").reason is HoldReason.COMMITTED
 
             wait_until(settled, "decode has the Commit and misses blocks")
             ledger = client.ledger(block_ids=True)
@@ -79,8 +79,8 @@ def test_a_hand_over_that_is_held_up_is_shown_on_both_sides() -> None:
             assert (request.prefill_worker, request.decode_worker) == ("prefill-0", "decode-0")
             p, d = entry_of(ledger, "prefill-0"), entry_of(ledger, "decode-0")
             assert p.request_id == d.request_id == request.request_id
-            assert (p.reason, p.blocks, p.peer) == (Reason.SHIPPING, NUM_BLOCKS, "decode-0")
-            assert (d.reason, d.peer) == (Reason.COMMITTED, "prefill-0")
+            assert (p.reason, p.blocks, p.peer) == (HoldReason.SHIPPING, NUM_BLOCKS, "decode-0")
+            assert (d.reason, d.peer) == (HoldReason.COMMITTED, "prefill-0")
             assert d.peer_incarnation == part_of(ledger, "prefill-0").incarnation
             assert d.blocks >= NUM_BLOCKS
             for entry in (p, d):

@@ -8,7 +8,7 @@ import pytest
 
 import baton.worker_core
 from baton.config import parse_config
-from baton.ledger import AskLedger, LedgerEntry, Reason
+from baton.ledger import AskLedger, HoldReason, LedgerEntry
 from baton.ports import (
     Action,
     BlocksReceived,
@@ -127,43 +127,45 @@ def test_every_state_of_a_hand_over_has_its_reason_its_owner_and_its_deadline() 
     pair.hold = (Offer, Commit)
     pair.submit()
     entry = pair.of(p)
-    assert (entry.reason, entry.blocks, entry.peer) == (Reason.AWAITING_CREDIT, 0, "decode-0")
+    assert (entry.reason, entry.blocks, entry.peer) == (HoldReason.AWAITING_CREDIT, 0, "decode-0")
 
     pair.hold = (Commit,)
     held, pair.held = pair.held, []
     pair.say(*held[0])
-    assert pair.of(p).reason is Reason.QUEUED
+    assert pair.of(p).reason is HoldReason.QUEUED
     pair.now += 2.0
     entry = pair.of(d)
-    assert (entry.reason, entry.peer, entry.peer_incarnation) == (Reason.RESERVED, "prefill-0", "P1")
+    assert (entry.reason, entry.peer, entry.peer_incarnation) == (HoldReason.RESERVED, "prefill-0", "P1")
     assert (entry.since_s, entry.deadline_s) == (2.0, LEASE - 2.0)
 
     plan = p.next_step(pair.now)
     assert plan is not None
     entry = pair.of(p)
-    assert (entry.reason, entry.blocks, entry.deadline_s) == (Reason.PREFILL, 3, None), "it runs, nobody is waited for"
+    assert (entry.reason, entry.blocks, entry.deadline_s) == (HoldReason.PREFILL, 3, None), (
+        "it runs, nobody is waited for"
+    )
     pair.do("P1", p.finish_step(plan, [7], pair.now))
     entry = pair.of(p)
-    assert (entry.reason, entry.blocks, entry.peer, entry.deadline_s) == (Reason.SHIPPING, 3, "decode-0", LEASE)
+    assert (entry.reason, entry.blocks, entry.peer, entry.deadline_s) == (HoldReason.SHIPPING, 3, "decode-0", LEASE)
 
     pair.arrive(0)
-    assert pair.of(d).reason is Reason.RECEIVING
+    assert pair.of(d).reason is HoldReason.RECEIVING
     pair.left()
     entry = pair.of(p)
-    assert entry.reason is Reason.AWAITING_ACK
+    assert entry.reason is HoldReason.AWAITING_ACK
     assert entry.deadline_s == 2 * LEASE
     pair.let_go()
-    assert pair.of(d).reason is Reason.COMMITTED
+    assert pair.of(d).reason is HoldReason.COMMITTED
 
     pair.arrive(1, 2)
-    assert pair.of(d).reason is Reason.ADOPTED
+    assert pair.of(d).reason is HoldReason.ADOPTED
     assert p.ledger(pair.now) == []
     assert p.is_idle
     plan = d.next_step(pair.now)
     assert plan is not None
-    assert pair.of(d).reason is Reason.DECODE
+    assert pair.of(d).reason is HoldReason.DECODE
     pair.do("D1", d.on_router_message(Abort(KEY), pair.now))
-    assert pair.of(d).reason is Reason.IN_STEP
+    assert pair.of(d).reason is HoldReason.IN_STEP
     pair.do("D1", d.finish_step(plan, [7], pair.now))
     assert d.ledger(pair.now) == []
     assert d.is_idle
@@ -173,7 +175,7 @@ def test_blocks_of_an_aborted_request_are_the_transports_until_it_has_read_them(
     pair = Pair()
     pair.handed()
     pair.do("P1", pair.p.on_router_message(Abort(KEY), pair.now))
-    assert pair.of(pair.p).reason is Reason.IN_TRANSPORT
+    assert pair.of(pair.p).reason is HoldReason.IN_TRANSPORT
     assert not pair.p.is_idle
     pair.left()
     assert pair.p.ledger(pair.now) == []
@@ -186,7 +188,7 @@ def test_a_timeout_is_the_deadline_of_a_request_that_runs() -> None:
     plan = pair.p.next_step(pair.now)
     assert plan is not None
     pair.now += 1
-    assert (pair.of(pair.p).reason, pair.of(pair.p).deadline_s) == (Reason.PREFILL, 8.0)
+    assert (pair.of(pair.p).reason, pair.of(pair.p).deadline_s) == (HoldReason.PREFILL, 8.0)
 
 
 def test_a_shared_prefix_is_counted_once_in_the_pool_and_shown_as_shared() -> None:
@@ -215,7 +217,7 @@ def test_a_transfer_that_its_port_forgets_strands_blocks_and_that_is_told_once()
     (finding,) = core.take_findings()
     assert (finding.kind, finding.blocks, finding.owner) == ("stranded", 3, str(KEY))
     assert "no port has its transfer" in finding.problem
-    assert core.ledger(pair.now)[0].reason is Reason.STRANDED
+    assert core.ledger(pair.now)[0].reason is HoldReason.STRANDED
     pair.now += 2.0
     core.audit_if_idle(pair.now)
     assert core.take_findings() == []

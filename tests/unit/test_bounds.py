@@ -14,12 +14,15 @@ from baton.codec import Codec
 from baton.config import ClusterConfig
 from baton.errors import CodecError, ProtocolError
 from baton.layout import KVLayout
+from baton.ledger import HoldReason, LedgerEntry, LedgerReport
 from baton.protocol import (
     MAX_WORKERS,
     PROTOCOL_VERSION,
     AttemptFailed,
+    Heartbeat,
     Join,
     JoinRefused,
+    LoadReport,
     RequestKey,
     ToRouterFromClient,
     ToRouterFromWorker,
@@ -29,7 +32,7 @@ from baton.protocol import (
 from baton.sampling_params import SamplingParams
 from decode_worker.receive_port import MAX_OFFERED_TOKENS, MAX_PEERS, SOME_OFFERS, ReceivePort
 from kv_transfer.base import LinkLost, Received
-from kv_transfer.messages import AbortTransfer, Accept, Data, Hello, Offer, Refuse, ToDecode, Welcome
+from kv_transfer.messages import AbortTransfer, Accept, Data, Hello, HelloRefused, Offer, Refuse, ToDecode, Welcome
 from kv_transfer.zmq_transport import _HEADER, DataHeader, ZmqTransport
 from router.actions import SendWorker
 from router.back import Back
@@ -93,8 +96,11 @@ NAN, INF = float("nan"), float("inf")
         (ToRouterFromWorker, Join(PROTOCOL_VERSION, msgspec.structs.replace(INFO, node="x" * 1025), 0.0)),
         (ToRouterFromWorker, AttemptFailed("w", RequestKey("r", 0), "code", "x" * ((1 << 16) + 1))),
         (ToRouterFromWorker, AttemptFailed("w", RequestKey("r", -1), "code", "")),
+        (ToRouterFromWorker, Heartbeat("i", LoadReport(stranded_block_seconds=NAN))),
+        (ToRouterFromWorker, LedgerReport("w", 1, 0, 0, 0, (LedgerEntry("r", 0, 0, HoldReason.QUEUED, 0, INF),))),
+        (ToRouterFromWorker, LedgerReport("w", 1, 0, 0, 0, (LedgerEntry("x" * 65, 0, 0, HoldReason.QUEUED, 0, 0.0),))),
     ],
-    ids=range(15),
+    ids=range(18),
 )
 def test_values_that_nothing_could_be_done_with_do_not_get_in(union: Any, message: Any) -> None:
     codec: Codec[Any] = Codec(union)
@@ -139,6 +145,21 @@ def test_peers_of_former_lives_are_forgotten() -> None:
             port.on_message("alive", offer(10_000 + life, "alive"), 0.0)
     assert len(port._greeted) == MAX_PEERS and len(port._lives) <= MAX_PEERS
     assert {"busy", "alive"} <= port._greeted.keys(), "who has something open, or was heard of lately, stays"
+
+
+def test_nobody_is_greeted_while_all_that_are_remembered_have_something_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode_worker.receive_port.MAX_PEERS", 2)
+    port = receive_port()
+    for number, peer in enumerate(("P1", "P2")):
+        port.on_message(peer, hello(peer, peer), 0.0)
+        port.on_message(peer, offer(number, peer), 0.0)
+    (refused,) = port.on_message("P3", hello("P3", "P3"), 0.0)
+    assert isinstance(refused.message, HelloRefused)  # type: ignore[union-attr]
+    assert list(port._greeted) == ["P1", "P2"]
+    port.on_message("P1", AbortTransfer(transfer_of(0, source="P1"), "over"), 0.0)
+    (welcome,) = port.on_message("P3", hello("P3", "P3"), 0.0)
+    assert isinstance(welcome.message, Welcome)  # type: ignore[union-attr]
+    assert list(port._greeted) == ["P2", "P3"]
 
 
 def test_a_flood_of_offers_is_refused_beyond_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

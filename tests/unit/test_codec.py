@@ -17,11 +17,11 @@ from baton.ledger import (
     AskLedger,
     ClusterLedger,
     Finding,
+    HoldReason,
     LedgerEntry,
     LedgerReport,
     LedgerRequest,
     OpenRequest,
-    Reason,
     WorkerLedger,
 )
 from baton.protocol import (
@@ -102,7 +102,7 @@ WORKER = WorkerInfo(
     "w", "i", "p", "both", "f", LAYOUT, 10, 100, 8, "tcp://127.0.0.1:1", "zmq+tcp://127.0.0.1:2", cores=(0, 1)
 )
 
-ENTRY = LedgerEntry("ab" * 16, 1, 0, Reason.SHIPPING, 3, 0.5, -1.0, 1, "d", "i", (7, 8, 9))
+ENTRY = LedgerEntry("ab" * 16, 1, 0, HoldReason.SHIPPING, 3, 0.5, -1.0, 1, "d", "i", (7, 8, 9))
 FINDING = Finding("stranded", 2, "ab/1", "why", (1, 2))
 REPORT = LedgerReport("w", 1, 10, 4, 2, (ENTRY,), 1, (FINDING,), 2, 0, 1.5, "slow")
 

@@ -9,13 +9,13 @@ import pytest
 from rich.table import Table
 
 import baton_cli.doctor
-from baton.ledger import ClusterLedger, Finding, LedgerEntry, LedgerReport, OpenRequest, Reason, WorkerLedger
+from baton.ledger import ClusterLedger, Finding, HoldReason, LedgerEntry, LedgerReport, OpenRequest, WorkerLedger
 from baton_cli.doctor import diagnose, doctor_data, doctor_view, run_doctor
 
 ID = "ab" * 16
 
 
-def entry(reason: Reason = Reason.DECODE, deadline_s: float | None = None, **other: Any) -> LedgerEntry:
+def entry(reason: HoldReason = HoldReason.DECODE, deadline_s: float | None = None, **other: Any) -> LedgerEntry:
     return LedgerEntry(ID, 1, 0, reason, 3, 0.5, deadline_s, **other)
 
 
@@ -66,7 +66,7 @@ def test_all_accounted_for_is_well(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         (part(problem="a step has been running for 90 s"), "p0 is not healthy: a step has been running for 90 s"),
         (part(findings=(Finding("phantom", 1, "ab/1", "why", (4,)),)), "p0: 1 KV block phantom (4), ab/1: why"),
         (part(stranded_blocks=3), "p0: 3 of 64 blocks are lost to it until it is started anew"),
-        (part(entry(Reason.RESERVED, -5.0)), "p0: abababab/1 (reserved) should have ended 5 s ago"),
+        (part(entry(HoldReason.RESERVED, -5.0)), "p0: abababab/1 (reserved) should have ended 5 s ago"),
     ],
 )
 def test_what_is_wrong_is_said(worker: WorkerLedger, problem: str) -> None:
@@ -86,10 +86,10 @@ def test_an_orphan_is_who_is_unknown_twice(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_a_transfer_of_an_ended_request_has_until_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    for reason in (Reason.IN_TRANSPORT, Reason.AWAITING_ACK):
+    for reason in (HoldReason.IN_TRANSPORT, HoldReason.AWAITING_ACK):
         assert is_well(monkeypatch, ledger_of(part(entry(reason, 20.0), unknown=(0,))))
         assert not is_well(monkeypatch, ledger_of(part(entry(reason, -1.0), unknown=(0,))))
-    assert not is_well(monkeypatch, ledger_of(part(entry(Reason.RESERVED, 20.0), unknown=(0,))))
+    assert not is_well(monkeypatch, ledger_of(part(entry(HoldReason.RESERVED, 20.0), unknown=(0,))))
 
 
 def test_open_requests_without_an_entry_are_shown() -> None:

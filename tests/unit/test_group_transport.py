@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -226,6 +227,19 @@ def test_who_says_a_wrong_hello_is_sent_away(pair: Pair, hello: bytes) -> None:
             assert sock.recv(1) == b""
     pair.warm()
     assert pair.d.seen == []
+
+
+def test_strangers_that_say_nothing_get_only_so_many_threads(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_transfer.group_transport.MAX_STRANGERS", 2)
+    pair.warm()
+    host, _, port = pair.d.address.removeprefix("gloo://").partition(":")
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(4)]
+        drive([pair.d], lambda: all(select.select([sock], [], [], 0)[0] for sock in socks[2:]))
+        assert [sock.recv(1) for sock in socks[2:]] == [b"", b""]
+        assert len(pair.d._links) == 1 + 2, "the peer's, which is up, does not count"
+    drive([pair.d], lambda: len(pair.d._links) == 1)
+    pair.warm()
 
 
 def test_a_peer_that_does_not_welcome_is_dropped_without_a_word(pair: Pair) -> None:

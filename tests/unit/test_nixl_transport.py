@@ -63,11 +63,11 @@ class Pair:
         self.move(number, *blocks)
         drive([self.p, self.d], lambda: self.reads() > 0)
         link = self.d._sources[0]
-        drive([self.d], lambda: all(self.landed(link.pool, read) for read in link.pool.reads))
+        drive([self.d], lambda: all(self.arrived(link.pool, read) for read in link.pool.reads))
 
-    def landed(self, remote: Any, read: Any) -> bool:
+    def arrived(self, remote: Any, read: Any) -> bool:
         return all(
-            np.array_equal(remote._landed[slot], self.source.block(fetch.block))
+            np.array_equal(remote._scratch[slot], self.source.block(fetch.block))
             for fetch, slot in zip(read.fetches, read.slots, strict=True)
         )
 
@@ -105,7 +105,7 @@ def test_a_cancelled_read_gives_blocks_back_at_once_and_writes_nothing(pair: Pai
     room = pair.d._sources[0].pool.room
     pair.gate = True
     drive([pair.d], lambda: pair.reads() == 0)
-    assert pair.d._sources[0].pool.room == room + 2, "its landing memory is used again, and only now"
+    assert pair.d._sources[0].pool.room == room + 2, "its scratch memory is used again, and only now"
     assert pair.received(1) == []
     assert not pair.target.memory.any()
     pair.move(2, 3)

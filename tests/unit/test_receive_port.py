@@ -25,7 +25,7 @@ from kv_transfer.messages import (
     Refuse,
     Welcome,
 )
-from kv_transfer.session import RELINK_S
+from kv_transfer.session import MAX_RELINKS, RELINK_S
 from kv_transfer.wire_format import LANDS, Landing, WireFormat
 from tests.fakes_transfer import LAYOUT, FakeEngine, key_of, transfer_of
 
@@ -370,6 +370,16 @@ def test_blocks_that_are_lent_anew_are_fetched_anew() -> None:
     assert rig.engine.decoding[key_of(1)][1] == "adopted"
 
 
+def test_a_block_is_lent_anew_only_as_often_as_links_are_made() -> None:
+    rig = Rig(pulls=True)
+    rig.offer()
+    for link in range(MAX_RELINKS + 1):
+        assert rig.hear(Data(T1, (0, 1, 2), (link * 10, link * 10 + 1, link * 10 + 2)))
+    with pytest.raises(ProtocolError, match="more often"):
+        rig.hear(Data(T1, (0,), (99,)))
+    assert rig.hear(Data(T1, (0,), (0,))), "what was said before may come again, late"
+
+
 def test_what_is_still_fetched_by_another_ref_is_cancelled_at_adoption() -> None:
     rig = Rig(pulls=True)
     rig.offer()
@@ -441,6 +451,7 @@ def test_protocol_errors_change_nothing() -> None:
         (Commit(transfer_of(2), 7, (1, 2, 3), True), "P1", "commit"),
         (Data(T1, (7,), (1,)), "P1", "outside"),
         (Data(T1, (1, 1), (1, 1)), "P1", "outside"),
+        (Data(T1, (1, 1), (1,)), "P1", "outside"),
         (Commit(T1, 7, (), True), "P8", "P1's"),
         (Offer(transfer_of(3, source="P8"), (1,), (), SamplingParams()), "P8", "before its Hello"),
         (Accept(T1), "P1", "not for a decode worker"),

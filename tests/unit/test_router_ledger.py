@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequestError, OverloadedError
-from baton.ledger import AskLedger, ClusterLedger, LedgerEntry, LedgerReport, LedgerRequest, Reason
+from baton.ledger import AskLedger, ClusterLedger, HoldReason, LedgerEntry, LedgerReport, LedgerRequest
 from router.ledger import MAX_OPEN
 from tests.fakes_router import Script, out, worker
 
@@ -21,7 +21,7 @@ class Asking(Script):
 
 
 def entry_of(script: Script, attempt: int = 0, label: str = "x") -> LedgerEntry:
-    return LedgerEntry(script.id(label), attempt, 0, Reason.PREFILL, 2, 0.5)
+    return LedgerEntry(script.id(label), attempt, 0, HoldReason.PREFILL, 2, 0.5)
 
 
 def ledger_in(actions: list[Any]) -> ClusterLedger:
