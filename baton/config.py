@@ -172,7 +172,8 @@ class TransferConfig(_Section, frozen=True):
     expected_growth: NonNegativeInt = 256
     """Decode reserves blocks for the prompt plus min(max_tokens, this) tokens."""
     max_unacked_blocks: PositiveInt = 4096
-    """Cap on blocks handed to the transport for one peer and not yet sent."""
+    """Blocks that may be on their way to one peer: handed to the transport, and not sent yet (or, of a transport that
+    pulls, not fetched yet). A transfer whose blocks have all left takes no share of it while it waits for its Ack."""
 
     @property
     def transport_kind(self) -> str:

@@ -20,6 +20,8 @@ MAX_ENTRIES = 1000
 """Entries of one worker's report, and open requests of the router's: what a person can read is less."""
 MAX_BLOCK_IDS = 20_000
 """Block ids of one report, over all of its entries."""
+MAX_CLUSTER_ENTRIES, MAX_CLUSTER_BLOCK_IDS = 50_000, 1_000_000
+"""Of all reports together: what is shared out evenly if there are more, so that a ClusterLedger fits a message."""
 MAX_FINDINGS = 100
 
 BlockIds = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_BLOCK_IDS)]
@@ -191,3 +193,5 @@ class ClusterLedger(Message, frozen=True, tag=47):
     """Oldest first."""
     num_requests: Count
     """How many there are, those left out included."""
+    num_block_ids_left_out: Count = 0
+    """Of the entries shown: ids that were asked for, and for which neither a report nor this message had room."""

@@ -77,7 +77,7 @@ class CancelTransfer(msgspec.Struct, frozen=True):
 
 
 class DropLink(msgspec.Struct, frozen=True):
-    """Tear the data link to this peer down: it was cut, or a lease ran out while frames were unsent."""
+    """Tear the data link to this peer down: it was lost, or a lease ran out while frames were unsent."""
 
     peer: str
     forget: bool = False
@@ -140,20 +140,20 @@ class BlocksReceived(msgspec.Struct, frozen=True):
     checksums: dict[int, int]
 
 
-class LinkDown(msgspec.Struct, frozen=True):
-    """The data link to or from this peer is gone."""
+class DataLinkLost(msgspec.Struct, frozen=True):
+    """The data link to or from this peer is gone: what `LinkLost` of the transport says."""
 
     peer: str
     reason: str
 
 
 class ControlRestored(msgspec.Struct, frozen=True):
-    """The control connection to this decode worker was cut and is back: messages of both sides may be lost."""
+    """The control connection to this decode worker was lost and is back: messages of both sides may be lost."""
 
     peer: str
 
 
-PeerEvent = FromDecode | FromPrefill | Shipped | Hashed | BlocksSent | BlocksReceived | LinkDown | ControlRestored
+PeerEvent = FromDecode | FromPrefill | Shipped | Hashed | BlocksSent | BlocksReceived | DataLinkLost | ControlRestored
 
 
 class PeerLinks(Protocol):
@@ -228,7 +228,7 @@ class SendPort(Protocol):
         ...
 
     def on_link_lost(self, peer: str, reason: str, now: float) -> list[Action]:
-        """The data link to `peer` was cut: make a new one and ship again what may be lost."""
+        """The data link to `peer` was lost: make a new one and ship again what may be lost."""
         ...
 
     def on_control_restored(self, peer: str, now: float) -> list[Action]:
@@ -264,7 +264,7 @@ class ReceivePort(Protocol):
         ...
 
     def on_link_lost(self, peer: str, reason: str, now: float) -> list[Action]:
-        """The data link from `peer` was cut: it may come back."""
+        """The data link from `peer` was lost: it may come back."""
         ...
 
     def next_deadline(self) -> float | None: ...

@@ -21,10 +21,10 @@ from baton.ports import (
     BlocksReceived,
     BlocksSent,
     ControlRestored,
+    DataLinkLost,
     FromDecode,
     FromPrefill,
     Hashed,
-    LinkDown,
     PeerEvent,
     ReceivePort,
     SendPort,
@@ -92,7 +92,7 @@ class WorkerCore:
                 actions = receive.on_received(transfer, checksums, now)
             case ControlRestored(peer) if send:
                 actions = send.on_control_restored(peer, now)
-            case LinkDown(peer, reason):
+            case DataLinkLost(peer, reason):
                 for port in (send, receive):
                     actions = actions + (port.on_link_lost(peer, reason, now) if port else [])
         return self._after(actions, now)

@@ -98,6 +98,13 @@ def doctor_view(diagnosis: Diagnosis) -> Iterator[str | Table]:
         for entry in report.entries:
             if entry.block_ids:
                 yield f" {entry.owner}: blocks {', '.join(map(str, entry.block_ids))}"
+    if ledger.num_block_ids_left_out:
+        one = (
+            ""
+            if len(ledger.workers) == 1
+            else "; `baton doctor --worker NAME --block-ids` has room for more of one worker"
+        )
+        yield f"{ledger.num_block_ids_left_out} block ids were left out for want of room{one}"
     rest = [request for key, request in requests.items() if key not in seen]
     if rest and diagnosis.is_whole:
         yield "open at the router, and in no worker's ledger"

@@ -10,6 +10,7 @@ import os
 import platform
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from baton.errors import ClusterError
 from baton.host_memory import can_share
 from baton_cluster.logs import configure_logging
 from baton_cluster.specs import WorkerSpec
+from kv_transfer.link_memory import gpu_link_bytes
 from kv_transfer.shm_link import reach
 
 
@@ -73,7 +75,12 @@ class WorkerActor:
         os.sched_setaffinity(0, cores)  # loading, too, stays off the other workers' cores
         from baton.engine.build import build_runner
 
-        self._built = build_runner(self._config, self._config.pools[self._spec.pool], shared_pool=shared_pool)
+        self._built = build_runner(
+            self._config,
+            self._config.pools[self._spec.pool],
+            shared_pool=shared_pool,
+            link_bytes=partial(gpu_link_bytes, self._config, self._spec.pool),
+        )
         return f"{self._built.engine}; memory: {self._built.memory}"
 
     def start(self, router_address: str, host: str, cores: tuple[int, ...], transport: str) -> dict[str, Any]:

@@ -7,14 +7,16 @@ from typing import Any
 
 import zmq
 
-from baton.config import ClusterConfig
+from baton.config import FAULTY, ClusterConfig
 from baton.engine.build import BuiltRunner
 from baton.engine.staging import StagedBlocks
+from baton.errors import ConfigError
 from baton.protocol import WorkerInfo
 from baton.security import Security
 from baton.worker import EngineWorker
 from baton_cluster.assemble import worker_core
 from baton_cluster.specs import WorkerSpec
+from kv_transfer.base import BlockMemory, KVTransport
 from kv_transfer.links import ZmqPeerLinks
 from kv_transfer.registry import open_transport
 from kv_transfer.wire_format import wire_encoding
@@ -37,16 +39,21 @@ def build_worker(
     """A worker, ready to `start()`. Binds its sockets on `host` at once.
 
     `transport` is the URL to open (`inproc://`, `shm://`, `zmq+tcp://10.0.0.2`), `cores` the CPU cores it is pinned to,
-    `gpu_ids` the GPUs that Ray reserved for it.
+    `gpu_ids` the GPUs that Ray reserved for it. Raises ConfigError for a transport that cannot be used here.
     """
     role = config.role_of(spec.pool)
     cache = built.kv_cache
     incarnation = secrets.token_hex(8)
     security = Security(config.security.secret)
     opened = open_transport(transport, security)
+    try:
+        pool = _reachable_pool(built, opened, transport)
+    except ConfigError:
+        opened.close()
+        raise
     links = ZmqPeerLinks(
         incarnation=incarnation,
-        pool=cache if built.device == "cpu" or opened.reaches_gpu else StagedBlocks(cache),
+        pool=pool,
         transport=opened,
         context=context,
         host=host,
@@ -93,3 +100,17 @@ def build_worker(
         cores=cores,
         security=security,
     )
+
+
+def _reachable_pool(built: BuiltRunner, opened: KVTransport, url: str) -> BlockMemory:
+    """The worker's KV pool as this transport reaches it."""
+    if built.device == "cpu" or opened.reaches_gpu:
+        return built.kv_cache
+    if url.startswith(FAULTY):
+        raise ConfigError(
+            "transfer.transport",
+            "cannot delay blocks of a GPU's pool that pass through host memory: their copies there would be gone",
+            value=url,
+            allowed=f"{FAULTY}nccl, {FAULTY}nixl or {FAULTY}cuda-ipc, which reach the pool on the GPU; or device: cpu",
+        )
+    return StagedBlocks(built.kv_cache)

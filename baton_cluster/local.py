@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
+from functools import partial
 
 import zmq
 
@@ -20,6 +21,7 @@ from baton.worker import EngineWorker
 from baton_cluster.build import build_worker
 from baton_cluster.cluster import Cluster, Progress, no_progress
 from baton_cluster.specs import worker_specs
+from kv_transfer.link_memory import gpu_link_bytes
 from kv_transfer.registry import resolve_transport, shares_memory
 from router.server import RouterServer
 
@@ -54,7 +56,13 @@ class LocalCluster(Cluster):
             for spec in worker_specs(config):
                 progress(f"starting {spec.worker_id}")
                 shared = shares_memory(transport)
-                built = build_runner(config, config.pools[spec.pool], model=model, shared_pool=shared)
+                built = build_runner(
+                    config,
+                    config.pools[spec.pool],
+                    model=model,
+                    shared_pool=shared,
+                    link_bytes=partial(gpu_link_bytes, config, spec.pool),
+                )
                 model = built.runner.model
                 progress(f"{spec.worker_id}: {built.engine}; memory: {built.memory}")
                 self.workers[spec.worker_id] = build_worker(

@@ -9,7 +9,6 @@ Whatever fails, or Ctrl-C, undoes what was done so far.
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections import defaultdict
@@ -28,8 +27,6 @@ from baton_cluster.ray_session import RaySession
 from baton_cluster.specs import WorkerSpec, worker_specs
 from baton_cluster.supervisor import Supervisor
 from kv_transfer.registry import resolve_transport, shares_memory
-
-log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 10.0
 """A worker ends after the step it is in; one that takes longer is killed."""
@@ -132,7 +129,6 @@ class RayCluster(Cluster):
                 slot.host = place["node_ip"]
         hosts = [self.config.router.host, self._router_host, *(slot.host for slot in slots)]
         if (warning := exposure(hosts, self.config.security.secret)) is not None:
-            log.warning("%s", warning)
             self.warnings.append(warning)
         self._choose_transport(slots, places)
         self._progress("loading the model")

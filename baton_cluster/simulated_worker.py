@@ -23,12 +23,12 @@ from baton.ports import (
     BlocksSent,
     CancelTransfer,
     ConnectPeer,
+    DataLinkLost,
     DropLink,
     FromDecode,
     FromPrefill,
     HashBlocks,
     Hashed,
-    LinkDown,
     PeerEvent,
     ReceiveBlocks,
     ShipBlocks,
@@ -123,6 +123,8 @@ class SimulatedWorker:
         self._alarm = Alarm(clock, core.next_deadline, self._on_alarm)
         self._links: dict[str, _DataLink] = {}
         """By the incarnation of the peer that this worker is connected to."""
+        self._controlled: set[str] = set()
+        """Decode workers that messages reach, whether there is a data link or not."""
         self._senders: set[str] = set()
         """Incarnations that blocks came from."""
         self._expected = ExpectedBlocks()
@@ -152,7 +154,7 @@ class SimulatedWorker:
     def on_disconnected(self, peer: str) -> None:
         """The other side's process has ended."""
         if peer in self._links or peer in self._senders:
-            self.on_peer_event(LinkDown(peer, "the connection was lost"))
+            self.on_peer_event(DataLinkLost(peer, "the connection was lost"))
 
     def kill(self) -> None:
         """Its life is over at once: nothing is done, said or heard any more."""
@@ -194,8 +196,11 @@ class SimulatedWorker:
                 self._expected.cancel(transfer)
             case ConnectPeer(worker):
                 self._links.setdefault(worker.incarnation, _DataLink())
-            case DropLink(peer):
+                self._controlled.add(worker.incarnation)
+            case DropLink(peer, forget):
                 self._drop_link(peer)
+                if forget:
+                    self._controlled.discard(peer)
 
     # --- steps --------------------------------------------------------------------------------------
 
@@ -226,7 +231,7 @@ class SimulatedWorker:
         transfer: TransferId | None = getattr(message, "transfer", None)
         outgoing = isinstance(message, Hello) or (transfer is not None and transfer.source == self.info.incarnation)
         receiver = self._fabric.get(peer)
-        if receiver is None or (outgoing and peer not in self._links):
+        if receiver is None or (outgoing and peer not in self._controlled):
             self.num_undeliverable += 1
             return
         event = (FromPrefill if outgoing else FromDecode)(self.info.incarnation, message)

@@ -55,7 +55,7 @@ class End:
         self.pool = Pool(num_blocks, block_bytes, seed, shared=scheme == "shm")
         self.transport: KVTransport = open_transport(scheme)
         self.hashes = hashes
-        self.transport.register(self.pool, self._write if hashes else None)
+        self.transport.register(self.pool, self._write if hashes else None, incarnation="P")
         self.written: dict[int, int] = {}
         """Checksum by block."""
         self.pipe = pipe

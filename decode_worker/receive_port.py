@@ -31,6 +31,7 @@ from baton.layout import KVLayout
 from baton.ledger import HoldReason
 from baton.ports import Action, CancelTransfer, ReceiveBlocks, ToPeer, ToRouter
 from baton.protocol import PROTOCOL_VERSION, AttemptFailed, RequestKey, TransferId
+from decode_worker.waiting import WaitingOffers
 from kv_transfer.deadlines import Deadlines
 from kv_transfer.messages import (
     AbortTransfer,
@@ -47,7 +48,7 @@ from kv_transfer.messages import (
     Welcome,
 )
 from kv_transfer.session import MAX_RELINKS, Counters, Event, RecvSession, Side, State
-from kv_transfer.wire_format import Landing, WireFormat
+from kv_transfer.wire_format import MAX_WIRE_BLOCK_BYTES, Landing, WireFormat
 
 MAX_PEERS = 1024
 """Lives of prefill workers that are remembered. More are refused while all of these have open transfers."""
@@ -130,7 +131,7 @@ class ReceivePort:
         self._sessions: dict[TransferId, RecvSession] = {}
         """Transfers that have not ended."""
         self._by_key: dict[RequestKey, RecvSession] = {}
-        self._waiting: OrderedDict[TransferId, tuple[RecvSession, EngineRequest]] = OrderedDict()
+        self._waiting = WaitingOffers()
         """Offers without blocks, first come first served within a priority: nobody overtakes the first that waits for
         room, so it cannot starve. Those that wait for another transfer's blocks are no obstacle."""
         self._answers: OrderedDict[TransferId, ToPrefill] = OrderedDict()
@@ -229,6 +230,12 @@ class ReceivePort:
     def _not_carried(self, theirs: WireFormat, worker_id: str) -> str | None:
         """Why the transport cannot carry blocks of this format, if they are not like those here."""
         ours = self._format
+        if not self._fixed_blocks and theirs.block_bytes > MAX_WIRE_BLOCK_BYTES:
+            return (
+                f"KV blocks are too large to be sent: {worker_id} has blocks of {theirs.layout.block_size} tokens in "
+                f"{theirs.block_bytes} bytes, {self._worker_id} takes at most {MAX_WIRE_BLOCK_BYTES} bytes; lower "
+                "engine.block_size"
+            )
         if not self._fixed_blocks or theirs == ours:
             return None
         if theirs.layout != ours.layout:
@@ -272,7 +279,7 @@ class ReceivePort:
             priority=offer.priority,
         )
         self._sessions[transfer] = self._by_key[transfer.key] = session
-        self._waiting[transfer] = (session, request)
+        self._waiting.add(session, request)
         return self._admit(now)
 
     def _inadmissible(self, offer: Offer) -> str | None:
@@ -291,10 +298,10 @@ class ReceivePort:
         if len(self._waiting) < SOME_OFFERS:
             return None
         peer = offer.transfer.source
-        waiting = [request.num_context for t, (_, request) in self._waiting.items() if t.source == peer]
-        if len(waiting) < MAX_OFFERS and sum(waiting) + len(offer.prompt) + len(offer.prior) <= MAX_OFFERED_TOKENS:
+        num_offers, num_tokens = self._waiting.load_of(peer)
+        if num_offers < MAX_OFFERS and num_tokens + len(offer.prompt) + len(offer.prior) <= MAX_OFFERED_TOKENS:
             return None
-        return f"{len(waiting)} offers of {peer} with {sum(waiting)} tokens wait at {self._worker_id} already"
+        return f"{num_offers} offers of {peer} with {num_tokens} tokens wait at {self._worker_id} already"
 
     def _on_data(self, session: RecvSession, message: Data, now: float) -> list[Action]:
         indices = set(message.indices)
@@ -302,7 +309,7 @@ class ReceivePort:
             raise ProtocolError(
                 f"transfer {session.transfer}: Data names blocks outside of the transfer, or not one ref for each"
             )
-        # Again with another ref: the link was cut, and what was lent over it is void. What is here already is fetched
+        # Again with another ref: the link was lost, and what was lent over it is void. What is here already is fetched
         # again too: P does not know, and would wait for it with the link's credit.
         pairs = zip(message.indices, message.refs, strict=True)
         new = [pair for pair in pairs if session.is_lent_anew(*pair)]
@@ -354,11 +361,11 @@ class ReceivePort:
         return self._close(session, AbortTransfer(session.transfer, "aborted by the router"), now)
 
     def on_link_lost(self, peer: str, reason: str, now: float) -> list[Action]:
-        """The link from P was cut. If P lives, it makes a new one, and answers within `RELINK_S`."""
+        """The link from P was lost. If P lives, it makes a new one, and answers within `RELINK_S`."""
         actions: list[Action] = []
         for session in self._sessions.values():
             if session.transfer.source == peer:
-                session.cut(reason, now)
+                session.lose_link(reason, now)
                 self._schedule(session)
                 if session.state is not State.OFFERED:
                     actions.append(ToPeer(peer, Accept(session.transfer, session.prefix_blocks)))
@@ -417,8 +424,8 @@ class ReceivePort:
     def _admit(self, now: float) -> list[Action]:
         """Reserve for waiting offers as far as blocks are free. The receive is posted before the Accept is said."""
         actions: list[Action] = []
-        for transfer in sorted(self._waiting, key=lambda t: self._waiting[t][1].priority):
-            session, request = self._waiting[transfer]
+        for session, request in self._waiting:
+            transfer = session.transfer
             if self._engine.is_coming(request):
                 continue  # that transfer has its blocks, so it ends, and `_close` comes here again
             # Never more than `_inadmissible` found room for, or the head would wait for ever.
@@ -431,7 +438,7 @@ class ReceivePort:
                 continue
             if blocks is None:
                 break
-            del self._waiting[transfer]
+            self._waiting.discard(session)
             self._accept(session, request, blocks, now)
             if not self._pulls and session.sent_indices():
                 pairs = session.announce(session.sent_indices())
@@ -519,7 +526,7 @@ class ReceivePort:
     def _forget(self, session: RecvSession, answer: ToPrefill) -> ToPeer:
         transfer = session.transfer
         del self._sessions[transfer], self._by_key[transfer.key]
-        self._waiting.pop(transfer, None)
+        self._waiting.discard(session)
         self._deadlines.set(transfer, None)
         return self._remember(transfer, answer)
 

@@ -9,6 +9,10 @@ Rules every transport keeps, and `tests/unit/test_transport_contract.py` checks:
   nothing is written for that transfer any more.
 * A source block may be read until its `Sent` comes out of `completions()`, however the transfer ends. What a peer
   reads of it later does not count as received.
+* Blocks that are shipped over a link which cannot be made, or are queued on one that fails before it is up, are not
+  `Sent` without a word: its `LinkLost` comes before. Only a transport that tries again by itself keeps them.
+* A link is lost once. None is that was never up and over which nothing was shipped, nor one that `disconnect` has torn
+  down, even if it was lost before and that was not told yet.
 * No order is promised between blocks, transfers, or data and control messages.
 * All methods are called from one thread (the worker's I/O thread), except where a class says otherwise.
 """
@@ -145,20 +149,27 @@ class KVTransport(Protocol):
     """True: the receiver fetches, by the refs `ship` returned, sent to it in a `Data` message."""
     address: str
     """URL under which peers reach this end, with the real host and port."""
-    reach: str
-    """Two ends can be linked if these are equal: the kind of transport and, if it stays in a machine, which one."""
     reaches_gpu: bool
     """True: a pool on a GPU (`DeviceMemory`) may be registered as it is; else it is staged through host memory."""
     fixed_blocks: bool
     """True: moves blocks of the registered pool only, into blocks of the same size; no other format can travel."""
 
     @property
+    def reach(self) -> str:
+        """Two ends can be linked if these are equal: the kind of transport and, if it stays in a machine, which one.
+
+        Known once a pool is registered.
+        """
+        ...
+
+    @property
     def stats(self) -> TransportStats: ...
 
-    def register(self, pool: BlockMemory, write: Write | None = None) -> None:
-        """Use this pool for everything that follows. Called once, before `ship` and `receive`.
+    def register(self, pool: BlockMemory, write: Write | None = None, *, incarnation: str = "") -> None:
+        """Use this pool for everything that follows. Called once, before `connect`, `ship` and `receive`.
 
         `write`: how arrived bytes get into a block of host memory; None: they are copied.
+        `incarnation`: this worker's, by which peers know it; empty at an end that only receives.
         """
         ...
 

@@ -30,9 +30,10 @@ from baton.host_memory import can_share
 from kv_transfer.base import BlockMemory, DeviceMemory, Write
 from kv_transfer.cuda_driver import HANDLE_BYTES, CudaDriver
 from kv_transfer.device_pool import DeviceStream, base_address, is_on_device, wait_until_written
+from kv_transfer.pull_messages import MAX_LINK_MESSAGE_BYTES, Export
 from kv_transfer.pull_transport import PullTransport
 from kv_transfer.shared_pool import BorrowedBlocks, Fetch, LentBlocks
-from kv_transfer.shm_link import MAX_LINK_MESSAGE_BYTES, Export, Listener, ToTarget, reach
+from kv_transfer.shm_link import Listener, ToTarget, reach
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +167,7 @@ class CudaIpcTransport(PullTransport):
         self.reach = f"cuda-ipc ({reach()})"
         super().__init__(Listener(name))
 
-    def register(self, pool: BlockMemory, write: Write | None = None) -> None:
+    def _use(self, pool: BlockMemory, write: Write | None) -> None:
         """Raises ConfigError if the pool is not on a GPU, or in memory that CUDA does not share."""
         if not is_on_device(pool):
             raise ConfigError(

@@ -14,7 +14,8 @@ this transport as for any other: after a cancel nothing is written, each shipped
     truncate  -                                                its second half is zeroed once it was written
     cut       the link is torn down, `LinkLost` is told        `LinkLost` is told; the sender does not know of it
 
-Knows what `kv_transfer.base` knows, and what refs of `kv_transfer.shared_pool` look like.
+Not over pools that are staged (`baton.engine.staging`): a block that waits would outlive its host copy. Knows what
+`kv_transfer.base` knows, and what refs of `kv_transfer.shared_pool` look like.
 """
 
 from __future__ import annotations
@@ -119,7 +120,6 @@ class FaultyTransport:
         self.plan = plan or FaultPlan()
         self.pulls = inner.pulls
         self.address = inner.address
-        self.reach = inner.reach
         self.reaches_gpu = inner.reaches_gpu
         self.fixed_blocks = inner.fixed_blocks
         self.faults: Counter[str] = Counter()
@@ -133,6 +133,8 @@ class FaultyTransport:
         self._pool: BlockMemory | None = None
         self._write_block: Write = nowhere
         self._news: list[Completion] = []
+        self._losses: dict[str, LinkLost] = {}
+        """Those in `_news` of links that this end made."""
         self._waiting: list[_Waiting] = []
         self._extra: Counter[tuple[TransferId, int]] = Counter()
         """`Sent` of `inner` that are not to be told: of copies that its owner does not know of."""
@@ -143,6 +145,11 @@ class FaultyTransport:
         """When the slow wire has taken what it was given so far."""
         self._held = False
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    @property
+    def reach(self) -> str:
+        """May depend on the pool that is registered."""
+        return self.inner.reach
 
     @property
     def stats(self) -> TransportStats:
@@ -177,10 +184,10 @@ class FaultyTransport:
 
     # --- sending ------------------------------------------------------------------------------------------
 
-    def register(self, pool: BlockMemory, write: Write | None = None) -> None:
+    def register(self, pool: BlockMemory, write: Write | None = None, *, incarnation: str = "") -> None:
         self._pool = pool
         self._write_block = write or copying_into(pool)
-        self.inner.register(pool, write)
+        self.inner.register(pool, write, incarnation=incarnation)
 
     def connect(self, peer: str, address: str) -> None:
         self.inner.connect(peer, address)
@@ -190,7 +197,8 @@ class FaultyTransport:
             return self.inner.ship(peer, transfer, blocks)
         if sum(self._strikes("cut") for _ in blocks):
             self.disconnect(peer)
-            self._tell(LinkLost(peer, "it was cut on purpose"))
+            self._losses[peer] = loss = LinkLost(peer, "it was cut on purpose")
+            self._tell(loss)
         if self.pulls:
             return self._lend(peer, transfer, blocks)
         passed: list[tuple[int, int]] = []
@@ -239,6 +247,8 @@ class FaultyTransport:
         return None if (at, call) == (now, self._num_calls) else (at, call)
 
     def disconnect(self, peer: str) -> None:
+        loss = self._losses.pop(peer, None)
+        self._news = [news for news in self._news if news is not loss]
         self._drop_unsent(lambda waiting: waiting.peer == peer)
         self.inner.disconnect(peer)
 
@@ -358,6 +368,7 @@ class FaultyTransport:
                 case LinkLost():
                     self._tell(event)
         news, self._news = self._news, []
+        self._losses.clear()
         self._drain()
         return news
 
@@ -395,6 +406,7 @@ class FaultyTransport:
         self._event = -1
         self._waiting.clear()
         self._news.clear()
+        self._losses.clear()
         self._targets.clear()
         self._extra.clear()
 

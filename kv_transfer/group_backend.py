@@ -20,6 +20,7 @@ import torch.distributed as dist
 from baton.errors import ConfigError
 from kv_transfer.base import BlockMemory, DeviceMemory, Write, copying_into
 from kv_transfer.device_pool import DeviceStream
+from kv_transfer.link_memory import NCCL_MESSAGE_BYTES
 
 SOURCE, TARGET = 0, 1
 
@@ -229,7 +230,7 @@ class NcclBackend:
 
     scheme = "nccl"
     reaches_gpu = True
-    max_message_bytes = 16 << 20
+    max_message_bytes = NCCL_MESSAGE_BYTES
     _device_type = "cuda"
     _module: Any = torch.cuda
 

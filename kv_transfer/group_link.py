@@ -37,16 +37,15 @@ import torch.distributed as dist
 from baton.codec import Codec
 from baton.errors import ProtocolError
 from baton.protocol import PROTOCOL_VERSION, TransferId
-from kv_transfer.base import Completion, LinkLost, Sent
+from kv_transfer import link_memory
+from kv_transfer.base import Completion, Sent
 from kv_transfer.group_backend import LINK_TIMEOUT_S, SOURCE, TARGET, Backend, Group
+from kv_transfer.link_memory import MAX_BLOCKS_PER_BATCH, NUM_SCRATCH
 from kv_transfer.messages import BlockIndex
 
 log = logging.getLogger(__name__)
 
-MAX_BLOCKS_PER_BATCH = 64
 MAX_HEADER_BYTES = 4096
-NUM_SCRATCH = 3
-"""Batches that a target takes in before its owner has looked at one: one comes in, one is copied, one waits."""
 
 _HELLO = struct.Struct("!8sHQ")
 """Scheme, protocol version, bytes of a block."""
@@ -91,17 +90,24 @@ class Malformed(NamedTuple):
     problem: str
 
 
+class Lost(NamedTuple):
+    """What `LinkLost` is made of, unless the link was torn down meanwhile."""
+
+    link: Link
+    reason: str
+
+
 class Ended(NamedTuple):
     """The last that the link's thread does."""
 
     link: Link
 
 
-News = Completion | Arrival | Malformed | Ended
+News = Completion | Arrival | Malformed | Lost | Ended
 
 
 def blocks_per_batch(backend: Backend) -> int:
-    return max(1, min(MAX_BLOCKS_PER_BATCH, backend.max_message_bytes // backend.block_bytes))
+    return link_memory.blocks_per_batch(backend.max_message_bytes, backend.block_bytes)
 
 
 class Link:
@@ -123,6 +129,7 @@ class Link:
         self.is_up = False
         """The group was made."""
         self._reason = ""
+        self._is_told_lost = False
         self.is_over = False
         self.thread = threading.Thread(target=self._run, name=f"kv-{backend.scheme}", daemon=True)
 
@@ -163,11 +170,19 @@ class Link:
             if self._group is not None:
                 self._group.close()
             self._clean_up()
-            if self.is_up and self.peer and self._reason:
-                self._tell(LinkLost(self.peer, self._reason))
+            if self.is_up:
+                self._tell_lost()
             self._group = None
             self.sock.close()
             self._tell(Ended(self))
+
+    def _tell_lost(self) -> None:
+        """Once, and only what is over for a reason."""
+        with self._lock:
+            is_due = self._reason and self.peer and not self._is_told_lost
+            self._is_told_lost = True
+        if is_due:
+            self._tell(Lost(self, self._reason))
 
     def _serve(self) -> None:
         raise NotImplementedError
@@ -230,12 +245,14 @@ class OutgoingLink(Link):
         self._sending: Batch | None = None
 
     def ship(self, batch: Batch) -> bool:
-        """False: the link is over, nobody will read this batch."""
+        """False: the link is over, nobody will read this batch; that it was lost has been told."""
         with self._lock:
             if not self.is_over:
                 self._queue.append(batch)
                 self._lock.notify_all()
-            return not self.is_over
+                return True
+        self._tell_lost()
+        return False
 
     def withdraw(self, transfer: TransferId) -> list[Batch]:
         """Take back what has not begun."""
@@ -278,6 +295,8 @@ class OutgoingLink(Link):
             rest = [*([self._sending] if self._sending is not None else []), *self._queue]
             self._queue.clear()
             self._sending = None
+        if rest:
+            self._tell_lost()
         for batch in rest:
             self._tell(Sent(batch.transfer, batch.indices))
 

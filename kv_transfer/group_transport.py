@@ -33,7 +33,8 @@ import torch.distributed as dist
 
 from baton.errors import ConfigError
 from baton.protocol import TransferId
-from kv_transfer.base import MAX_BYTES_PER_CALL, BlockMemory, Completion, Received, Sent, Write
+from kv_transfer.accepting import Accepting
+from kv_transfer.base import MAX_BYTES_PER_CALL, BlockMemory, Completion, LinkLost, Received, Sent, Write
 from kv_transfer.expected import ExpectedBlocks, TransportStats
 from kv_transfer.group_backend import BACKENDS, LINK_TIMEOUT_S, Backend
 from kv_transfer.group_link import (
@@ -42,6 +43,7 @@ from kv_transfer.group_link import (
     Ended,
     IncomingLink,
     Link,
+    Lost,
     Malformed,
     News,
     OutgoingLink,
@@ -50,8 +52,6 @@ from kv_transfer.group_link import (
 
 log = logging.getLogger(__name__)
 
-MAX_ACCEPTS = 64
-"""New links of one call."""
 MAX_STRANGERS = 256
 """Incoming links that have no group yet; each has a thread, for `LINK_TIMEOUT_S` at most. More are hung up on."""
 CLOSE_TIMEOUT_S = 1.0
@@ -101,9 +101,13 @@ class GroupTransport:
         self.reach = scheme
         self.reaches_gpu = self._backend.reaches_gpu
         self.stats = TransportStats()
-        self._listener = listener
+        self._listener = Accepting(listener, f"{scheme} links")
         self._expected = ExpectedBlocks()
         self._outgoing: dict[str, OutgoingLink] = {}
+        self._unlinked: dict[str, str] = {}
+        """Why no link to a peer could be begun; to be told with the first blocks that are shipped there."""
+        self._losses: dict[str, str] = {}
+        """What has been told of them and not been heard of yet."""
         self._links: set[Link] = set()
         """All whose threads have not ended."""
         self._hung_up = select.epoll()
@@ -113,24 +117,25 @@ class GroupTransport:
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         atexit.register(self.close)  # threads that are inside of torch must not outlive the interpreter
 
-    def register(self, pool: BlockMemory, write: Write | None = None) -> None:
+    def register(self, pool: BlockMemory, write: Write | None = None, *, incarnation: str = "") -> None:
         """Raises ConfigError if the pool is not where this kind of group reaches it."""
         self._backend.register(pool, write)
 
     # --- sending ----------------------------------------------------------------------------------
 
     def connect(self, peer: str, address: str) -> None:
+        known = self._outgoing.get(peer)
         try:
             host, port = _host_and_port(address.partition("://")[2])
-        except ConfigError as e:
-            log.warning("no link with %s: %s", peer, e)
-            return
-        known = self._outgoing.get(peer)
-        if known is not None:
-            if (known.host, known.port) == (host, port) and not known.is_over:
+            if known is not None and (known.host, known.port) == (host, port) and not known.is_over:
                 return
             self.disconnect(peer)
-        link = OutgoingLink(peer, host, port, self._backend, self._tell, self._watch)
+            link = OutgoingLink(peer, host, port, self._backend, self._tell, self._watch)
+        except (ConfigError, OSError) as e:
+            log.warning("no link with %s: %s", peer, e)
+            self.disconnect(peer)
+            self._unlinked[peer] = f"there is no link to {address}: {e}"
+            return
         self._outgoing[peer] = link
         self._add(link)
 
@@ -138,6 +143,8 @@ class GroupTransport:
         assert self._backend.block_bytes, "ship before register"
         self.stats.blocks_shipped += len(blocks)
         link = self._outgoing.get(peer)
+        if blocks and (reason := self._unlinked.pop(peer, None)) is not None:
+            self._losses[peer] = reason
         written = self._backend.written()
         size = blocks_per_batch(self._backend)
         for start in range(0, len(blocks), size):
@@ -149,6 +156,8 @@ class GroupTransport:
         return ()
 
     def disconnect(self, peer: str) -> None:
+        self._unlinked.pop(peer, None)
+        self._losses.pop(peer, None)
         link = self._outgoing.pop(peer, None)
         if link is not None:
             link.end()
@@ -170,7 +179,8 @@ class GroupTransport:
             os.eventfd_read(self._event)
         self._accept()
         self._end_hung_up()
-        completions: list[Completion] = []
+        completions: list[Completion] = [LinkLost(peer, reason) for peer, reason in self._losses.items()]
+        self._losses.clear()
         budget = MAX_BYTES_PER_CALL
         while budget > 0:
             with self._lock:
@@ -183,6 +193,10 @@ class GroupTransport:
                 case Malformed(peer, problem):
                     self.stats.num_malformed += 1
                     log.warning("closed a link with %s: %s", peer or "an unknown peer", problem)
+                case Lost(OutgoingLink() as link) if self._outgoing.get(link.peer) is not link:
+                    pass  # it was torn down meanwhile
+                case Lost(link, reason):
+                    completions.append(LinkLost(link.peer, reason))
                 case Ended(link):
                     link.thread.join()
                     self._links.discard(link)
@@ -211,16 +225,7 @@ class GroupTransport:
 
     def _accept(self) -> None:
         strangers = sum(isinstance(link, IncomingLink) and not link.is_up for link in self._links)
-        for _ in range(MAX_ACCEPTS):
-            try:
-                sock, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except ConnectionError:  # it has given up already
-                continue
-            except OSError as e:  # out of file descriptors, as a rule: the source tries again
-                log.warning("a %s link could not be accepted: %s", self._backend.scheme, e)
-                return
+        for sock in self._listener.accepted():
             if strangers >= MAX_STRANGERS:
                 sock.close()
                 continue
@@ -238,16 +243,16 @@ class GroupTransport:
     # --- owner ------------------------------------------------------------------------------------
 
     def pollables(self) -> Sequence[Any]:
-        return (self._event, self._listener, self._hung_up.fileno())
+        return (self._event, *self._listener.pollables(), self._hung_up.fileno())
 
     def next_deadline(self, now: float) -> float | None:
-        return None
+        return self._listener.next_deadline(now)
 
     def close(self) -> None:
         if self._closed:
             return
         atexit.unregister(self.close)
-        self._listener.close()
+        self._listener.sock.close()
         self._store = None  # whoever waits for a peer there fails
         for link in list(self._links):
             link.end()

@@ -71,9 +71,15 @@ class InprocTransport:
         self._write_block: Write = nowhere
         self._expected = ExpectedBlocks()
         self._links: dict[str, InprocTransport] = {}
+        self._unlinked: set[str] = set()
+        """Peers to which no link could be made; to be told with the first blocks that are shipped there."""
+        self._losses: dict[str, str] = {}
+        """By peer why the link to it is lost, as is still to be told."""
         self._lock = threading.Lock()
         self._inbox: deque[_Shipment] = deque()
         self._news: list[Completion] = []
+        self._gone: list[InprocTransport] = []
+        """Receivers that have closed. Whether there is still a link to them is looked at by this endpoint's thread."""
         self._senders: dict[InprocTransport, str] = {}
         """Who may ship here, and under which name (its incarnation, once it has shipped) its loss is told."""
         self._receivers: dict[InprocTransport, str] = {}
@@ -83,7 +89,7 @@ class InprocTransport:
         with _endpoints_lock:
             _endpoints[name] = self
 
-    def register(self, pool: BlockMemory, write: Write | None = None) -> None:
+    def register(self, pool: BlockMemory, write: Write | None = None, *, incarnation: str = "") -> None:
         self._pool = pool
         self._write_block = write or copying_into(pool)
 
@@ -97,11 +103,16 @@ class InprocTransport:
         if receiver is not None and receiver._admit(self):
             self._links[peer] = receiver
             self._receivers[receiver] = peer
+        else:
+            self._unlinked.add(peer)
 
     def ship(self, peer: str, transfer: TransferId, blocks: Sequence[tuple[int, int]]) -> tuple[int, ...]:
         assert self._pool is not None, "ship before register"
         receiver = self._links.get(peer)
         self.stats.blocks_shipped += len(blocks)
+        if blocks and peer in self._unlinked:
+            self._unlinked.discard(peer)
+            self._losses[peer] = "there is no receiver at its address"
         for start in range(0, len(blocks), MAX_BLOCKS_PER_SHIPMENT):
             batch = blocks[start : start + MAX_BLOCKS_PER_SHIPMENT]
             shipment = _Shipment(self, transfer, tuple((i, self._pool.block(b)) for i, b in batch))
@@ -126,10 +137,14 @@ class InprocTransport:
             shipment.sender._report(Sent(shipment.transfer, shipment.indices))
         with self._lock:
             news, self._news = self._news, []
+            gone, self._gone = self._gone, []
             more = bool(self._inbox)
         if more:
             self._notify()
-        return received + news
+        self._losses.update((self._receivers[r], "the receiver closed") for r in gone if r in self._receivers)
+        lost: list[Completion] = [LinkLost(peer, reason) for peer, reason in self._losses.items()]
+        self._losses.clear()
+        return lost + received + news
 
     def _write(self, shipment: _Shipment, received: list[Completion]) -> int:
         assert self._pool is not None
@@ -152,6 +167,8 @@ class InprocTransport:
             receiver._withdraw(self, transfer)
 
     def disconnect(self, peer: str) -> None:
+        self._unlinked.discard(peer)
+        self._losses.pop(peer, None)
         receiver = self._links.pop(peer, None)
         if receiver is not None:
             self._receivers.pop(receiver, None)
@@ -177,6 +194,7 @@ class InprocTransport:
         self._pool = None
         with self._lock:
             self._news.clear()
+            self._gone.clear()
             os.close(self._event)
             self._event = -1
 
@@ -224,10 +242,11 @@ class InprocTransport:
             self._report(LinkLost(incarnation, reason))
 
     def _receiver_gone(self, receiver: InprocTransport) -> None:
-        # `_links` belongs to this endpoint's own thread: here only the news of the loss is left.
-        peer = self._receivers.get(receiver)
-        if peer is not None:
-            self._report(LinkLost(peer, "the receiver closed"))
+        with self._lock:
+            if self._closed:
+                return
+            self._gone.append(receiver)
+        self._notify()
 
     def _report(self, *news: Completion) -> None:
         with self._lock:

@@ -29,12 +29,12 @@ from baton.ports import (
     CancelTransfer,
     ConnectPeer,
     ControlRestored,
+    DataLinkLost,
     DropLink,
     FromDecode,
     FromPrefill,
     HashBlocks,
     Hashed,
-    LinkDown,
     PeerEvent,
     ReceiveBlocks,
     ShipBlocks,
@@ -60,7 +60,7 @@ RECEIVE_QUEUE = 256
 MAX_MESSAGES_PER_TURN = 256
 """A flood on one socket must not keep the others, or the transport, from their turn."""
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2_000, 10_000
-"""Keep idle connections alive, and find those that were cut without a word."""
+"""Keep idle connections alive, and find those that were lost without a word."""
 
 
 def _limit(socket: zmq.Socket[bytes]) -> None:
@@ -74,7 +74,7 @@ def _limit(socket: zmq.Socket[bytes]) -> None:
 
 
 class _ToDecode:
-    """The control connection to a decode worker, which ZeroMQ makes again when it is cut."""
+    """The control connection to a decode worker, which ZeroMQ makes again when it is lost."""
 
     def __init__(self, socket: zmq.Socket[bytes], address: str):
         self.socket = socket
@@ -147,7 +147,7 @@ class ZmqPeerLinks:
         """By transfer and index: the buffers of `_wire` that the transport may still read."""
         self._copies: dict[tuple[TransferId, int], Any] = {}
         """By transfer and index: the staged copies that the transport may still read."""
-        self._kept: dict[int, tuple[int, int]] = {}
+        self._shipped_checksums: dict[int, tuple[int, int]] = {}
         """By block: of which life its checksum is known, and that checksum."""
         self.control_address = f"tcp://{host}:{port}"
         self.data_address = transport.address
@@ -155,9 +155,13 @@ class ZmqPeerLinks:
         self.bytes_received = 0
         self.num_malformed = 0
         """Session messages that no worker of this release sends."""
-        self._hashed: dict[int, int] = {}
+        self._received_checksums: dict[int, int] = {}
         """By block: the checksum of what was written and not yet reported."""
-        transport.register(self._wire or pool, self._write if checksums else None)
+        try:
+            transport.register(self._wire or pool, self._write if checksums else None, incarnation=incarnation)
+        except BaseException:  # it cannot reach this pool
+            self.close()  # a socket that is left open would hold up the end of its context for ever
+            raise
 
     # --- out --------------------------------------------------------------------------------------
 
@@ -177,7 +181,7 @@ class ZmqPeerLinks:
             case CancelTransfer(transfer):
                 expected = self._receiving.pop(transfer, {})
                 for block in expected.values():
-                    self._hashed.pop(block, None)
+                    self._received_checksums.pop(block, None)
                 self._transport.cancel(transfer)
                 if self._landings.pop(transfer, None) is not None and self._wire is not None:
                     self._wire.close(expected.values())
@@ -196,10 +200,12 @@ class ZmqPeerLinks:
     ) -> tuple[tuple[int, int], ...]:
         """`(index, buffer id)` of blocks that land."""
         assert self._wire is not None, "a Hello of another format was welcomed over a transport that cannot carry it"
+        assert transfer not in self._landings, (
+            "blocks that land are pushed, so they are announced once, with the Accept"
+        )
         self._landings[transfer] = landing
-        known = self._receiving.get(transfer, {})  # announced again, by another ref
-        ids = iter(self._wire.open(sum(i not in known for i, _ in blocks), landing.format.block_bytes))
-        return tuple((i, known[i] if i in known else next(ids)) for i, _ in blocks)
+        buffers = self._wire.open(len(blocks), landing.format.block_bytes)
+        return tuple((index, buffer) for (index, _), buffer in zip(blocks, buffers, strict=True))
 
     def _ship(self, action: ShipBlocks) -> Shipped:
         if self._wire is not None and self._wire.format.encoding != "plain":
@@ -237,22 +243,22 @@ class ZmqPeerLinks:
             elif key in self._copies:
                 checksums[index] = block_checksum(self._copies[key].numpy()) if self._checksums else 0
             else:
-                checksums[index] = self._kept_checksum(block, life)
+                checksums[index] = self._checksum_of_shipped(block, life)
         return Hashed(action.transfer, checksums)
 
-    def _kept_checksum(self, block: int, life: int) -> int:
+    def _checksum_of_shipped(self, block: int, life: int) -> int:
         """Of a final block: hashed once in its life, however often it is shipped."""
         if not self._checksums:
             return 0
-        known_life, checksum = self._kept.get(block, (None, 0))
+        known_life, checksum = self._shipped_checksums.get(block, (None, 0))
         if known_life != life:
             checksum = self._checksum(block)
-            self._kept[block] = (life, checksum)
+            self._shipped_checksums[block] = (life, checksum)
         return checksum
 
     def _write(self, block: int, source: npt.NDArray[np.uint8]) -> None:
         """How the transport writes: hashed on the way."""
-        self._hashed[block] = copy_block((self._wire or self._pool).block(block), source)
+        self._received_checksums[block] = copy_block((self._wire or self._pool).block(block), source)
 
     def _checksum(self, block: int) -> int:
         if not self._checksums:
@@ -318,12 +324,12 @@ class ZmqPeerLinks:
                             del self._receiving[transfer]
                             self._landings.pop(transfer, None)
                 case LinkLost(peer, reason):
-                    events.append(LinkDown(peer, reason))
+                    events.append(DataLinkLost(peer, reason))
         if self._staged is not None:
             self._staged.close_views()
 
     def _checksum_of_received(self, block: int) -> int:
-        checksum = self._hashed.pop(block, None)
+        checksum = self._received_checksums.pop(block, None)
         return self._checksum(block) if checksum is None else checksum
 
     def _store(self, transfer: TransferId, arrived: dict[int, int]) -> int:

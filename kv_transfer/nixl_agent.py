@@ -15,10 +15,13 @@ Knows addresses and agents; must not know blocks or transfers.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from baton.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 HOW_TO_INSTALL = (
     "needs NVIDIA's NIXL: `pip install 'baton-serve[nixl]'` on a machine with CUDA, "
@@ -65,7 +68,10 @@ class NixlAgent:
 
     def deregister(self, memory: Any) -> None:
         """What `register` returned; nothing may be on its way there."""
-        self._agent.deregisterMem(memory, self._ucx)
+        try:
+            self._agent.deregisterMem(memory, self._ucx)
+        except self._errors as e:  # nobody is told of this memory any more: no harm but what it costs
+            log.warning("NIXL did not let go of memory: %s", e)
 
     def metadata(self) -> bytes:
         """By what other agents reach this one and all that is registered."""

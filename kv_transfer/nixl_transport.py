@@ -41,17 +41,15 @@ from baton.errors import ConfigError
 from baton.protocol import TransferId
 from kv_transfer.base import MAX_BYTES_PER_CALL, BlockMemory, DeviceMemory, Write, copying_into
 from kv_transfer.device_pool import DeviceStream, base_address, is_on_device, wait_until_written
+from kv_transfer.link_memory import nixl_slots
 from kv_transfer.nixl_agent import NixlAgent, Region
+from kv_transfer.pull_messages import MAX_LINK_MESSAGE_BYTES, Export
 from kv_transfer.pull_transport import PullTransport, SourceLink
-from kv_transfer.shared_pool import MAX_SHARED_BLOCKS, Fetch, LentBlocks
-from kv_transfer.shm_link import MAX_LINK_MESSAGE_BYTES, Export
+from kv_transfer.shared_pool import Fetch, LentBlocks, block_of, epoch_of
 from kv_transfer.tcp_link import TcpListener, TcpToTarget
 
 log = logging.getLogger(__name__)
 
-SCRATCH_BYTES = 8 << 20
-"""Per link, at least two blocks: while one read is copied over, the next is on its way. On GPUs it is taken from what
-the KV pool has left."""
 FIRST_CHECK_S, LAST_CHECK_S = 0.0002, 0.02
 """How soon to ask about reads; doubles with each time in vain."""
 
@@ -137,11 +135,15 @@ class _Read:
 
 
 class RemotePool:
-    """A source's pool, and where this end reads it to. Raises OSError where NIXL cannot reach it."""
+    """The pool of a source that is known to the agent as `peer`, and where this end reads it to.
+
+    Raises OSError, with nothing left registered, where there is no memory for that.
+    """
 
     def __init__(
         self,
         agent: NixlAgent,
+        peer: str,
         own: HostPool | GpuPool,
         export: Export,
         there: Reachable,
@@ -149,16 +151,25 @@ class RemotePool:
     ):
         self._agent, self._own, self._there, self._let_go = agent, own, there, let_go
         self.num_blocks, self.block_bytes = export.num_blocks, export.block_bytes
-        self.peer = agent.add_peer(there.metadata)
-        num_slots = max(2, SCRATCH_BYTES // own.block_bytes)
-        self._scratch, self._scratch_address = own.scratch(num_slots)
+        self.peer = peer
+        num_slots = nixl_slots(own.block_bytes)
+        try:
+            self._scratch, self._scratch_address = own.scratch(num_slots)
+        except (MemoryError, RuntimeError) as e:  # RuntimeError is what torch raises
+            raise OSError(f"no memory for {num_slots} blocks to be read to: {e}") from e
         self._epochs = np.zeros(num_slots, dtype=np.uint64)
         self._free = list(range(num_slots))
         self.reads: deque[_Read] = deque()
-        self._registered = [
-            agent.register((self._scratch_address, num_slots * own.block_bytes, own.device), on_gpu=own.on_gpu),
-            agent.register((self._epochs.ctypes.data, self._epochs.nbytes, 0), on_gpu=False),
-        ]
+        self._registered: list[Any] = []
+        try:
+            self._register((self._scratch_address, num_slots * own.block_bytes, own.device), on_gpu=own.on_gpu)
+            self._register((self._epochs.ctypes.data, self._epochs.nbytes, 0), on_gpu=False)
+        except OSError:
+            self.settle()
+            raise
+
+    def _register(self, region: Region, *, on_gpu: bool) -> None:
+        self._registered.append(self._agent.register(region, on_gpu=on_gpu))
 
     @property
     def room(self) -> int:
@@ -169,9 +180,7 @@ class RemotePool:
         """Read these blocks, no more than `room`. Raises OSError."""
         slots = [self._free.pop() for _ in fetches]
         size = self.block_bytes
-        there = [
-            (self._there.pool + fetch.ref % MAX_SHARED_BLOCKS * size, size, self._there.device) for fetch in fetches
-        ]
+        there = [(self._there.pool + block_of(fetch.ref) * size, size, self._there.device) for fetch in fetches]
         here = [(self._scratch_address + slot * size, size, self._own.device) for slot in slots]
         handle = self._agent.read(self.peer, there, self._there.on_gpu, here, self._own.on_gpu)
         self.reads.append(_Read(transfer, fetches, slots, handle))
@@ -187,7 +196,7 @@ class RemotePool:
                 valid = [
                     (fetch, slot)
                     for fetch, slot in zip(read.fetches, read.slots, strict=True)
-                    if int(self._epochs[slot]) == fetch.ref // MAX_SHARED_BLOCKS
+                    if int(self._epochs[slot]) == epoch_of(fetch.ref)
                 ]
                 self._own.store(self._scratch, [(fetch.block, slot) for fetch, slot in valid])
                 done.append((read, [fetch.index for fetch, _ in valid]))
@@ -202,7 +211,7 @@ class RemotePool:
             if read.of_epochs or read.is_cancelled:
                 return True
             read.of_epochs = True
-            there = [(self._there.table + 8 * (fetch.ref % MAX_SHARED_BLOCKS), 8, 0) for fetch in read.fetches]
+            there = [(self._there.table + 8 * block_of(fetch.ref), 8, 0) for fetch in read.fetches]
             here: list[Region] = [(self._epochs.ctypes.data + 8 * slot, 8, 0) for slot in read.slots]
             read.handle = self._agent.read(self.peer, there, False, here, False)
         return False
@@ -261,7 +270,7 @@ class NixlTransport(PullTransport):
         """Their links are gone, reads are still on their way."""
         super().__init__(listener)
 
-    def register(self, pool: BlockMemory, write: Write | None = None) -> None:
+    def _use(self, pool: BlockMemory, write: Write | None) -> None:
         """Raises ConfigError for memory that NIXL cannot register."""
         if is_on_device(pool):
             if not self._agent.reaches_gpu:
@@ -302,15 +311,23 @@ class NixlTransport(PullTransport):
     def _borrow(self, export: Export, fds: list[int]) -> RemotePool:
         assert self._own is not None
         there = _REACHABLE.decode(export.handle)
-        remote = RemotePool(self._agent, self._own, export, there, self._let_go)
-        self._uses[remote.peer] += 1
-        return remote
+        peer = self._agent.add_peer(there.metadata)
+        self._uses[peer] += 1
+        try:
+            return RemotePool(self._agent, peer, self._own, export, there, self._let_go)
+        except OSError:
+            self._forget(peer)
+            raise
+
+    def _forget(self, peer: str) -> None:
+        """One of the links from this agent is gone."""
+        self._uses[peer] -= 1
+        if not self._uses[peer]:
+            del self._uses[peer]
+            self._agent.remove_peer(peer)
 
     def _let_go(self, remote: RemotePool) -> None:
-        self._uses[remote.peer] -= 1
-        if not self._uses[remote.peer]:
-            del self._uses[remote.peer]
-            self._agent.remove_peer(remote.peer)
+        self._forget(remote.peer)
         if not remote.settle():
             self._closing.append(remote)
 
@@ -346,7 +363,7 @@ class NixlTransport(PullTransport):
 
     def _start(self, link: SourceLink, transfer: TransferId, batch: list[Fetch]) -> None:
         remote: RemotePool = link.pool
-        fetches = [fetch for fetch in batch if fetch.ref % MAX_SHARED_BLOCKS < remote.num_blocks]
+        fetches = [fetch for fetch in batch if block_of(fetch.ref) < remote.num_blocks]
         if len(fetches) < len(batch):  # made up
             self._finish(link, transfer, [fetch for fetch in batch if fetch not in fetches], ())
         if not fetches:

@@ -1,6 +1,6 @@
 """What transports that pull have in common: the source lends blocks, the target reads them and says when it is done.
 
-    source   connects ──[Export: how the pool and its table are reached]──► target   listens
+    source   connects ──[Export: how the pool and its table are reached]──► target   listens, reaches them at once
              ship: lends blocks ──(refs, in the session's Data)───────────►          receive: notes what to fetch
              Sent  ◄──────────────[Finished: refs]─────────────────────────          completions: reads
 
@@ -27,13 +27,13 @@ from baton.protocol import TransferId
 from baton.security import worth_saying
 from kv_transfer.base import MAX_BYTES_PER_CALL, BlockMemory, Completion, LinkLost, Received, Sent, Write
 from kv_transfer.expected import TransportStats
+from kv_transfer.pull_messages import EXPORT, FINISHED, Export
 from kv_transfer.shared_pool import Fetch, LentBlocks
-from kv_transfer.shm_link import EXPORT, FINISHED, Export
 
 log = logging.getLogger(__name__)
 
 MAX_STRANGERS = 256
-"""Links on which no Export has come yet."""
+"""Links on which no Export has come yet; a source sends it when it connects."""
 
 
 class _Link(Protocol):
@@ -49,7 +49,6 @@ class TargetLink(_Link, Protocol):
     sock: Any
     is_up: bool
     is_lost: bool
-    is_exported: bool
 
     def export(self, export: Export, fds: tuple[int, ...]) -> None: ...
     def receive(self) -> bytes | None: ...
@@ -68,11 +67,13 @@ class SourceLink(_Link, Protocol):
 
 
 class LinkListener(Protocol):
-    """Where sources connect to."""
+    """Where sources connect to, see `kv_transfer.accepting.Accepting`."""
 
     sock: Any
 
     def accept(self) -> Sequence[SourceLink]: ...
+    def pollables(self) -> Sequence[Any]: ...
+    def next_deadline(self, now: float) -> float | None: ...
 
 
 class _Lent(msgspec.Struct):
@@ -107,7 +108,12 @@ class PullTransport:
         self._pool: Any = None
         self._lent_pool: LentBlocks | None = None
         self._news: list[Completion] = []
+        self._incarnation = ""
         self._targets: dict[str, TargetLink] = {}
+        self._untold: dict[str, str] = {}
+        """Why there is no link to a peer; to be told with the first blocks that are shipped there."""
+        self._losses: dict[str, LinkLost] = {}
+        """Those in `_news` that tell of links to targets."""
         self._lent: dict[TransferId, _Lent] = {}
         self._sources: list[SourceLink] = []
         """Oldest first."""
@@ -119,8 +125,13 @@ class PullTransport:
 
     # --- what differs -------------------------------------------------------------------------------
 
-    def register(self, pool: BlockMemory, write: Write | None = None) -> None:
-        """Sets `_pool` and `_lent_pool`. Raises ConfigError for a pool that this transport cannot reach."""
+    def register(self, pool: BlockMemory, write: Write | None = None, *, incarnation: str = "") -> None:
+        """Raises ConfigError for a pool that this transport cannot reach."""
+        self._incarnation = incarnation
+        self._use(pool, write)
+
+    def _use(self, pool: BlockMemory, write: Write | None) -> None:
+        """Sets `_pool` and `_lent_pool`. Raises ConfigError as `register` does."""
         raise NotImplementedError
 
     def _link_to(self, address: str) -> TargetLink:
@@ -149,23 +160,38 @@ class PullTransport:
     # --- source -----------------------------------------------------------------------------------
 
     def connect(self, peer: str, address: str) -> None:
+        """Tells the peer how to reach our pool, so that it is ready before the first blocks are lent."""
+        assert self._lent_pool is not None, "connect before register"
+        assert self._incarnation, "who ships must say who it is: see register"
         link = self._targets.get(peer)
-        if link is not None:
-            if link.name == address.partition("://")[2] and not link.is_lost:
-                return
-            self.disconnect(peer)
+        if link is not None and link.name == address.partition("://")[2] and not link.is_lost:
+            return
+        self.disconnect(peer)
         try:
-            self._targets[peer] = self._link_to(address)
-        except OSError as e:
+            self._targets[peer] = self._new_link(address, self._lent_pool)
+        except (OSError, ValueError, OverflowError) as e:  # of addresses that are none
             log.warning("no link to %s at %s: %s", peer, address, e)
+            self._untold[peer] = f"there is no link to {address}: {e}"
+
+    def _new_link(self, address: str, lent: LentBlocks) -> TargetLink:
+        link = self._link_to(address)
+        handle, fds = self._exported()
+        try:
+            link.export(Export(self._incarnation, lent.num_blocks, lent.block_bytes, handle), fds)
+        except OSError:
+            link.sock.close()
+            raise
+        return link
 
     def ship(self, peer: str, transfer: TransferId, blocks: Sequence[tuple[int, int]]) -> tuple[int, ...]:
         """No refs where there is no link: nothing is lent then, and all is `Sent`."""
         assert self._lent_pool is not None, "ship before register"
         self.stats.blocks_shipped += len(blocks)
         link = self._targets.get(peer)
-        if link is None or not self._export(link, transfer.source):
+        if link is None or link.is_lost:
             if blocks:
+                if (reason := self._untold.pop(peer, None)) is not None:
+                    self._tell_lost(peer, reason)
                 self._report(Sent(transfer, tuple(index for index, _ in blocks)))
             return ()
         self._before_lending()
@@ -175,19 +201,11 @@ class PullTransport:
             lent.blocks.setdefault(ref, []).append(pair)
         return refs
 
-    def _export(self, link: TargetLink, source: str) -> bool:
-        """Tell the peer how to reach our pool, once. False: the link is gone, as `completions` will tell."""
-        assert self._lent_pool is not None
-        if not link.is_exported and not link.is_lost:
-            handle, fds = self._exported()
-            try:
-                link.export(Export(source, self._lent_pool.num_blocks, self._lent_pool.block_bytes, handle), fds)
-            except OSError as e:
-                log.warning("the KV pool was not exported to %s: %s", link.name, e)
-        return link.is_exported and not link.is_lost
-
     def disconnect(self, peer: str) -> None:
         """What the peer still wanted to read is void from now on."""
+        self._untold.pop(peer, None)
+        loss = self._losses.pop(peer, None)
+        self._news = [news for news in self._news if news is not loss]
         link = self._targets.pop(peer, None)
         if link is not None:
             link.sock.close()
@@ -220,9 +238,17 @@ class PullTransport:
                     self._on_finished(peer, data)
                     continue
                 link.is_lost = True
-                if link.is_up:
-                    self._report(LinkLost(peer, f"the link to {link.name} was lost"))
+                is_used = any(lent.peer == peer for lent in self._lent.values())
+                if link.is_up or is_used:
+                    self._tell_lost(peer, f"the link to {link.name} was lost")
+                else:
+                    self._untold[peer] = f"the link to {link.name} never came up"
                 self._take_back_from(peer)
+
+    def _tell_lost(self, peer: str, reason: str) -> None:
+        """Before the `Sent` of what goes with the link: nobody is to take that for read."""
+        self._losses[peer] = loss = LinkLost(peer, reason)
+        self._report(loss)
 
     def _on_finished(self, peer: str, data: bytes) -> None:
         try:
@@ -357,6 +383,7 @@ class PullTransport:
         self._retry_s = min(self._retry_s * 2, self.last_retry_s) if in_vain else self.first_retry_s
         self._retry_at = None
         news, self._news = self._news, []
+        self._losses.clear()
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event)
         if more:
@@ -366,7 +393,7 @@ class PullTransport:
     def pollables(self) -> Sequence[Any]:
         """Changes with links: ask before each wait."""
         links = [link.sock for link in self._targets.values() if not link.is_lost]
-        return (self._event, self._listener.sock, *links, *(link.sock for link in self._sources))
+        return (self._event, *self._listener.pollables(), *links, *(link.sock for link in self._sources))
 
     def _is_waiting(self) -> bool:
         return any(link.is_stuck for link in self._links()) or self._is_reading()
@@ -375,11 +402,12 @@ class PullTransport:
         return [*self._sources, *self._targets.values()]
 
     def next_deadline(self, now: float) -> float | None:
+        accept_at = self._listener.next_deadline(now)
         if not self._is_waiting():
-            return None
+            return accept_at
         if self._retry_at is None:
             self._retry_at = now + self._retry_s
-        return self._retry_at
+        return self._retry_at if accept_at is None else min(accept_at, self._retry_at)
 
     def close(self) -> None:
         if self._event < 0:
@@ -399,6 +427,8 @@ class PullTransport:
         self._lent.clear()
         self._wanted.clear()
         self._news.clear()
+        self._losses.clear()
+        self._untold.clear()
         self._pool = self._lent_pool = None
 
     def _report(self, *news: Completion) -> None:

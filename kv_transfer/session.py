@@ -29,9 +29,9 @@ from Accept to the end. Waiting for credit is nobody's lease, and while P's own 
 long, P renews D's lease (an empty `Data`). For the answer to its Commit P waits longer than a lease: D's began
 later, and D, which can go on without the blocks that are missing, is to decide first.
 
-A cut link ends nothing by itself. P makes a new one and ships again what D may lack, under the same transfer: D writes
+A lost link ends nothing by itself. P makes a new one and ships again what D may lack, under the same transfer: D writes
 each block once, whichever copy comes first. D asks P whether it is still there (its Accept again) and waits
-`RELINK_S` for a word: what P said on its own may have come before D heard of the cut. Only then does P count as lost.
+`RELINK_S` for a word: what P said on its own may have come before D heard of the loss. Only then does P count as lost.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ class SendSession(Session):
     def requeue(self) -> None:
         """Queue what went with the link, unless the transport still reads some of it or the transfer has ended."""
         if not self.unsent and not self.ended:
-            again = self.resend - {index for index, _ in self.queued}  # from an earlier cut, for want of credit
+            again = self.resend - {index for index, _ in self.queued}  # from an earlier loss, for want of credit
             self.queued.extendleft((index, self.shipped_blocks[index]) for index in sorted(again, reverse=True))
             self.resend.clear()
             self.link_dropped = False
@@ -351,9 +351,9 @@ class RecvSession(Session):
         self.lent: set[tuple[int, int]] = set()
         """Of a transport that pulls: every `(index, ref)` that P has named."""
         self.lost_at: float | None = None
-        """When P counts as lost, unless it is heard of before; None: no link was cut."""
+        """When P counts as lost, unless it is heard of before; None: no link was lost."""
         self.loss = ""
-        """How the link was cut."""
+        """How the link was lost."""
         self.received: dict[int, int] = {}
         """Checksum of what is now in the pool, by index."""
         self.committed: Commit | None = None
@@ -373,7 +373,7 @@ class RecvSession(Session):
         self.renewed_at = now
         self.lost_at = None
 
-    def cut(self, reason: str, now: float) -> None:
+    def lose_link(self, reason: str, now: float) -> None:
         """The link is gone; P may make a new one. An offer cannot be asked about: it is repeated within a lease."""
         wait_s = self.lease_s if self.state is State.OFFERED else RELINK_S
         self.lost_at, self.loss = now + wait_s, reason
@@ -432,6 +432,6 @@ class RecvSession(Session):
 
     @property
     def lease_at(self) -> float | None:
-        """When D gives P up: its lease runs out, or P was not heard of since the link was cut."""
+        """When D gives P up: its lease runs out, or P was not heard of since the link was lost."""
         lease = self.renewed_at + self.lease_s if self.state in (State.OPEN, State.COMMITTED) else None
         return min((at for at in (lease, self.lost_at) if at is not None), default=None)

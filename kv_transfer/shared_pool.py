@@ -3,11 +3,17 @@
     owner   lend(block) ──► ref ──(a message)──► peer   copy(ref ...) ──► valid before and after, or torn
             give_back(block): once nobody has it, its refs are void
 
-A ref says which block, and which of its lives: each block has an epoch in a table that the owner writes and
-peers see but cannot write, as they do the pool. The owner moves the epoch on before it gives a block away; a peer looks
-at it before and after it copies, and a copy during which it moved counts as never made. So the owner need not wait
-for a peer that stalls in the middle of a copy, and a ref that is late, repeated or made up reads nothing. (Idea: a
+A ref says which block, which of its lives, and which of its lendings: each block has an epoch in a table that the
+owner writes and peers see but cannot write, as they do the pool. The owner moves the epoch on before it gives a block
+away; a peer looks at it before and after it copies, and a copy during which it moved counts as never made. So the
+owner need not wait for a peer that stalls in the middle of a copy, and a ref to a former life reads nothing. (Idea: a
 seqlock, with the reader in another process.)
+
+    ref   | epoch, 23 bits | lending, 12 bits | block, 28 bits |      63 bits, so that it fits a signed integer
+
+The lending counts how often the block was lent. It is not looked at by who copies: it makes the ref of a block that is
+lent again another one, while other transfers still lend the block and its epoch stays. So a target can tell a block
+that it is to fetch once more from a message that it hears once more.
 
 The second look must not be done before the copy is. x86 keeps loads in order; elsewhere the locks which numpy
 takes behind a copy do.
@@ -29,10 +35,21 @@ import numpy.typing as npt
 from baton.host_memory import HostMemory, map_read_only
 from kv_transfer.base import BlockMemory, Write
 
-MAX_SHARED_BLOCKS = 1 << 32
-"""A ref is `epoch << 32 | block`."""
-EPOCHS = 1 << 31
-"""They count modulo this, so that a ref fits 63 bits. A ref would have to be as many lendings late to be mistaken."""
+MAX_SHARED_BLOCKS = 1 << 28
+LENDINGS = 1 << 12
+"""They count modulo this. A block would have to be lent to others so often before it is lent anew over a new link."""
+EPOCHS = 1 << 23
+"""They count modulo this. A ref would have to be as many lives of its block late to be mistaken."""
+
+
+def block_of(ref: int) -> int:
+    """In the owner's pool; not necessarily one that the pool has."""
+    return ref % MAX_SHARED_BLOCKS
+
+
+def epoch_of(ref: int) -> int:
+    """What the table must say of the block."""
+    return ref // (MAX_SHARED_BLOCKS * LENDINGS)
 
 
 @runtime_checkable
@@ -59,19 +76,26 @@ class LentBlocks:
     """
 
     def __init__(self, pool: BlockMemory, *, shared: bool = True):
+        assert pool.num_blocks < MAX_SHARED_BLOCKS, f"{pool.num_blocks} blocks are more than refs can name"
         self.num_blocks, self.block_bytes = pool.num_blocks, pool.block_bytes
         self.table = HostMemory(8 * pool.num_blocks, shared=shared)
         """The epoch of each block, 8 bytes in the machine's order."""
         self._epochs = self.table.array.data.cast("Q")  # faster than NumPy, one by one
         self._lent: Counter[int] = Counter()
         """How often each block is lent now."""
+        self._lendings = memoryview(bytearray(2 * pool.num_blocks)).cast("H")
+        """How often each block was ever lent, modulo `LENDINGS`."""
 
     def lend(self, block: int) -> int:
-        """A ref by which peers may read the block until it was given back as often as it was lent."""
+        """A ref by which peers may read the block until it was given back as often as it was lent.
+
+        Each call gives another ref.
+        """
         if not 0 <= block < self.num_blocks:
             raise IndexError(f"block {block} is not in a pool of {self.num_blocks}")
         self._lent[block] += 1
-        return self._epochs[block] << 32 | block
+        self._lendings[block] = lending = (self._lendings[block] + 1) % LENDINGS
+        return (self._epochs[block] * LENDINGS + lending) * MAX_SHARED_BLOCKS + block
 
     def give_back(self, block: int) -> None:
         """A reader is done, or is to be kept out. Its owner may write the block again once this was the last one."""
@@ -123,6 +147,7 @@ class BorrowedBlocks(Generic[Target]):
         count = len(fetches)
         lives, blocks = np.divmod(np.fromiter([f.ref for f in fetches], dtype=np.int64, count=count), MAX_SHARED_BLOCKS)
         here = np.fromiter([f.block for f in fetches], dtype=np.int64, count=count)
+        lives //= LENDINGS
         valid = blocks < self.num_blocks
         if not valid.all():
             blocks[~valid] = 0

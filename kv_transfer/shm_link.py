@@ -1,7 +1,7 @@
-"""Links within a machine, for transports that pull: Unix sockets with abstract names, and the messages on any link.
+"""Links within a machine, for transports that pull: Unix sockets with abstract names.
 
-A name in the abstract space is no file: it goes with the socket, whatever ended the process. A link carries what
-the source's pool and table are reached by, who has finished reading what, and the news that the other end is gone.
+A name in the abstract space is no file: it goes with the socket, whatever ended the process. A link carries the
+messages of `kv_transfer.pull_messages`, the files that come with them, and the news that the other end is gone.
 
 Knows sockets and messages; must not know what is lent or wanted.
 """
@@ -14,47 +14,13 @@ import socket
 import struct
 from collections import deque
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
-
-from baton.codec import Codec
 from baton.protocol import TransferId
-from baton.wire import Count, Name
-from kv_transfer.shared_pool import MAX_SHARED_BLOCKS
+from kv_transfer.accepting import Accepting
+from kv_transfer.pull_messages import EXPORT, FINISHED, MAX_LINK_MESSAGE_BYTES, MAX_REFS, Export, Finished
 
 log = logging.getLogger(__name__)
-
-MAX_LINK_MESSAGE_BYTES = 64 << 10
-MAX_ACCEPTS = 64
-"""New links of one call."""
-MAX_REFS = 4096
-"""In one `Finished`."""
-
-
-class Export(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=81):
-    """First message on a link, with what the source's pool and its table of epochs are reached by: files, a handle."""
-
-    source: Name
-    """The source's incarnation."""
-    num_blocks: Annotated[int, msgspec.Meta(ge=1, lt=MAX_SHARED_BLOCKS)]
-    block_bytes: Annotated[int, msgspec.Meta(ge=1)]
-    handle: bytes = b""
-    """Of what is not reached by files alone: what the transport's reader needs."""
-
-
-class Finished(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=82):
-    """The target reads by these refs no more, whether the blocks were copied, cancelled or could not be had.
-
-    Refs and not indices: a block may have been lent anew meanwhile, and that lending has not ended.
-    """
-
-    transfer: TransferId
-    refs: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_REFS)]
-
-
-EXPORT: Codec[Export] = Codec(Export, max_bytes=MAX_LINK_MESSAGE_BYTES)
-FINISHED: Codec[Finished] = Codec(Finished, max_bytes=MAX_LINK_MESSAGE_BYTES)
 
 
 class ToTarget:
@@ -66,7 +32,6 @@ class ToTarget:
 
     def __init__(self, name: str):
         self.name = name
-        self.is_exported = False
         self.is_lost = False
         self.sock = _socket()
         try:
@@ -79,7 +44,6 @@ class ToTarget:
     def export(self, export: Export, fds: tuple[int, ...]) -> None:
         """Raises OSError if the other end is gone."""
         socket.send_fds(self.sock, [EXPORT.encode(export)], fds)
-        self.is_exported = True
 
     def receive(self) -> bytes | None:
         """A message; None: there is none now; empty: the other end is gone."""
@@ -141,25 +105,19 @@ class ToSource:
         return bool(self._outbox)
 
 
-class Listener:
+class Listener(Accepting):
     """Where sources connect to, under `name`."""
 
     def __init__(self, name: str):
-        self.sock = _socket()
-        self.sock.bind(_abstract(name))
-        self.sock.listen(1024)
+        sock = _socket()
+        sock.bind(_abstract(name))
+        sock.listen(1024)
+        super().__init__(sock, "links of shared memory")
 
     def accept(self) -> list[ToSource]:
         """The links that were made since the last call, by processes of this user. Others are hung up on at once."""
         links: list[ToSource] = []
-        for _ in range(MAX_ACCEPTS):
-            try:
-                sock, _ = self.sock.accept()
-            except BlockingIOError:
-                break
-            except OSError as e:  # out of file descriptors, as a rule: the source tries again
-                log.warning("a link of shared memory could not be accepted: %s", e)
-                break
+        for sock in self.accepted():
             try:
                 require_same_user(sock)
             except OSError as e:

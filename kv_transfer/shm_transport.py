@@ -18,9 +18,10 @@ from collections.abc import Sequence
 from baton.errors import ConfigError
 from baton.host_memory import can_share
 from kv_transfer.base import BlockMemory, Write
+from kv_transfer.pull_messages import Export
 from kv_transfer.pull_transport import PullTransport
 from kv_transfer.shared_pool import BorrowedPool, Fetch, LentPool, OwnMemory, SharedBlocks
-from kv_transfer.shm_link import Export, Listener, ToTarget, reach
+from kv_transfer.shm_link import Listener, ToTarget, reach
 
 
 class ShmTransport(PullTransport):
@@ -36,7 +37,7 @@ class ShmTransport(PullTransport):
         self.reach = f"shm ({reach()})"
         super().__init__(Listener(name))
 
-    def register(self, pool: BlockMemory, write: Write | None = None) -> None:
+    def _use(self, pool: BlockMemory, write: Write | None) -> None:
         """Raises ConfigError if the pool does not lie in shared memory."""
         if not isinstance(pool, SharedBlocks) or pool.host_memory.fd is None:
             raise ConfigError(

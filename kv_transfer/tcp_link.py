@@ -1,4 +1,4 @@
-"""Links over TCP, for transports that pull between machines: the messages of `kv_transfer.shm_link`, with lengths.
+"""Links over TCP, for transports that pull between machines: the messages of `kv_transfer.pull_messages`, with lengths.
 
     source   connects, in the background ◄──[GREETING]── target   accepts
              ──[Export]──►   ◄──[Finished]──
@@ -11,7 +11,6 @@ Knows sockets and messages; must not know what is lent or wanted.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import socket
@@ -21,7 +20,8 @@ from typing import Any
 
 from baton.errors import ConfigError
 from baton.protocol import TransferId
-from kv_transfer.shm_link import EXPORT, FINISHED, MAX_ACCEPTS, MAX_LINK_MESSAGE_BYTES, MAX_REFS, Export, Finished
+from kv_transfer.accepting import Accepting
+from kv_transfer.pull_messages import EXPORT, FINISHED, MAX_LINK_MESSAGE_BYTES, MAX_REFS, Export, Finished
 
 GREETING = b"baton-kv 1"
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 4, 2, 3
@@ -102,7 +102,6 @@ class TcpToTarget(_Stream):
     def __init__(self, name: str):
         """`name`: `HOST:PORT`."""
         self.name = name
-        self.is_exported = False
         self.is_lost = False
         self.is_up = False
         host, _, port = name.rpartition(":")
@@ -119,7 +118,6 @@ class TcpToTarget(_Stream):
     def export(self, export: Export, fds: tuple[int, ...]) -> None:
         """Goes out when the link is up."""
         self._queue(EXPORT.encode(export))
-        self.is_exported = True
         self.flush()
 
     def receive(self) -> bytes | None:
@@ -169,30 +167,33 @@ class TcpToSource(_Stream):
         return bool(self._outbox)
 
 
-class TcpListener:
+class TcpListener(Accepting):
     """Where sources connect to: any free port of `host` if `port` is 0. Raises ConfigError if it cannot listen."""
 
     def __init__(self, host: str, port: int):
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             family, _, _, _, where = found[0]
-            self.sock = socket.socket(family, socket.SOCK_STREAM)
+            sock = socket.socket(family, socket.SOCK_STREAM)
             try:
-                self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                self.sock.bind(where)
-                self.sock.listen(1024)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                sock.bind(where)
+                sock.listen(1024)
             except OSError:
-                self.sock.close()
+                sock.close()
                 raise
         except OSError as e:
             raise ConfigError("transfer.transport", f"cannot listen: {e.strerror}", value=f"{host}:{port}") from e
-        self.sock.setblocking(False)
-        self.port: int = self.sock.getsockname()[1]
+        sock.setblocking(False)
+        super().__init__(sock, "links of KV memory")
+        self.port: int = sock.getsockname()[1]
 
     def accept(self) -> list[TcpToSource]:
         """The links that were made since the last call."""
         links: list[TcpToSource] = []
-        with contextlib.suppress(OSError):
-            for _ in range(MAX_ACCEPTS):
-                links.append(TcpToSource(self.sock.accept()[0]))
+        for sock in self.accepted():
+            try:
+                links.append(TcpToSource(sock))
+            except OSError:  # it has given up already
+                sock.close()
         return links

@@ -23,7 +23,7 @@ import torch
 from baton.layout import DTYPE_BYTES, KVLayout
 from kv_transfer.base import BlockMemory, StagedMemory
 from kv_transfer.wire_encoding import decode, encode
-from kv_transfer.wire_format import Encoding, Landing, WireFormat, padding, pieces, reslice
+from kv_transfer.wire_format import Encoding, Landing, WireFormat, common_heads, padding, pieces, reslice
 
 MAX_SPARE_BYTES = 64 << 20
 """Of buffers that are kept for later use."""
@@ -106,9 +106,9 @@ class WireBlocks:
         rest = padding(index, *sizes, landing.num_context) if parts else None
         places = {part.place for part in parts} | ({rest[0]} if rest is not None else set())
         targets = {place: self._target(landing.blocks[place], tensor) for place in places}
-        reslice(source, targets, parts)
-        if rest is not None:
-            targets[rest[0]][:, :, :, rest[1]] = 0
+        heads = common_heads(range(landing.format.layout.num_kv_heads), range(self._layout.num_kv_heads))
+        assert heads is not None
+        reslice(source, targets, parts, rest, heads)
 
     def _target(self, block_id: int, tensor: torch.Tensor | None) -> Any:
         if tensor is not None:

@@ -26,6 +26,8 @@ Encoding = Literal["plain", "int8", "fp8"]
 """`plain`: the bytes of the pool. Else one byte a number, and a float32 scale for each (layer, key or value, head)."""
 
 SCALE_BYTES: Final = 4
+MAX_WIRE_BLOCK_BYTES: Final = 256 << 20
+"""Of one block: it is one frame, or one buffer here. Formats whose blocks are larger are refused at the Hello."""
 LANDS: Final = -1
 """In place of a local block id: this wire block is taken apart when it has come."""
 
@@ -111,17 +113,21 @@ def common_heads(source: range, target: range) -> tuple[slice, slice] | None:
     return slice(first - source.start, end - source.start), slice(first - target.start, end - target.start)
 
 
-ALL: Final = slice(None)
-
-
 def reslice(
-    source: Any, targets: Mapping[int, Any], parts: Iterable[Piece], heads: tuple[slice, slice] = (ALL, ALL)
+    source: Any,
+    targets: Mapping[int, Any],
+    parts: Iterable[Piece],
+    rest: tuple[int, slice] | None,
+    heads: tuple[slice, slice],
 ) -> None:
-    """Copy `parts` of a wire block into local blocks.
+    """Copy `parts` (`pieces`) of a wire block into local blocks, and put zeros into `rest` (`padding`).
 
     `source` and each target, by place, are arrays `[layers, 2, kv_heads, block_size, head_dim]` of one dtype; they may
-    differ in `block_size` and, with `heads` (`common_heads`), in `kv_heads`.
+    differ in `block_size` and in `kv_heads`, of which `heads` (`common_heads`) are copied.
     """
     theirs, ours = heads
     for place, from_, to in parts:
         targets[place][:, :, ours, to] = source[:, :, theirs, from_]
+    if rest is not None:
+        place, positions = rest
+        targets[place][:, :, ours, positions] = 0

@@ -51,6 +51,7 @@ from kv_transfer.base import (
 )
 from kv_transfer.expected import ExpectedBlocks, TransportStats
 from kv_transfer.messages import BlockIndex
+from kv_transfer.wire_format import MAX_WIRE_BLOCK_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,8 @@ RECEIVE_QUEUE = 4
 """Messages that libzmq reads ahead, per peer."""
 MAX_MESSAGES_PER_CALL = 256
 """That `completions` reads, however small they are."""
-MAX_FRAME_BYTES = 256 << 20
+MAX_FRAME_BYTES = MAX_WIRE_BLOCK_BYTES
+"""Neighbouring blocks are one frame up to `BYTES_PER_MESSAGE` only."""
 MAX_HEADER_BYTES = 64 << 10
 FIRST_CHECK_S, LAST_CHECK_S = 0.0005, 0.02
 """How soon to look for sent frames; doubles with each look in vain."""
@@ -200,7 +202,7 @@ class ZmqTransport:
         transport._folder = folder
         return transport
 
-    def register(self, pool: BlockMemory, write: Write | None = None) -> None:
+    def register(self, pool: BlockMemory, write: Write | None = None, *, incarnation: str = "") -> None:
         self._pool = pool
         self._write_block = write or copying_into(pool)
 

@@ -8,7 +8,8 @@ blocks the transport may still read; must not know sockets, memory or how a step
     engine ChunkDone ─► ShipBlocks ─► on_shipped ─► HashBlocks ─► on_hashed;  on_sent
     engine PromptDone ─► Commit ─► Ack: HandoffDone;  Nack, abort, expiry, loss: see `_fail`
 
-A link that was cut is made anew, and what D may lack is shipped again (`_relink`): P has every block until the Ack.
+A link that was lost is made anew, and what D may lack is shipped again (`_relink`): P has every block until the Ack.
+At once, as often as `MAX_RELINKS` lets a transfer; while no transfer needs it, after a wait that grows.
 
 Release rule (I4): once granted, the blocks of a request are freed by exactly one `engine.release`, when its
 transfer has ended *and* the transport reads none of them. A lease that runs out while blocks are unsent
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -62,6 +63,8 @@ from kv_transfer.wire_format import Encoding, WireFormat
 
 REPEATS_PER_LEASE = 4
 """A question without an answer is repeated, and D's lease renewed, so often within a lease."""
+FIRST_RECONNECT_S, LAST_RECONNECT_S = 0.1, 5.0
+"""How long a link that nobody needs now stays down; doubles with each loss until a hand-over went well."""
 
 
 class SendEngine(Protocol):
@@ -99,6 +102,16 @@ class _Peer:
         """Transfers with blocks that wait for the link's credit, oldest first."""
         self.in_flight = 0
         """Blocks handed to the transport whose `Sent` has not come."""
+        self.is_linked = True
+        """The transport was asked for a data link, and not to drop it since."""
+        self.num_losses = 0
+        """Links that went while nobody needed them, since the last hand-over that went well."""
+
+
+class _Reconnect(NamedTuple):
+    """The deadline by which the link to a peer is made anew."""
+
+    peer: str
 
 
 class SendPort:
@@ -141,7 +154,7 @@ class SendPort:
         self._held: dict[RequestKey, Submit] = {}
         """Hand-off requests without a transfer: refused, the router is to say where to."""
         self._submits: dict[RequestKey, Submit] = {}
-        self._deadlines: Deadlines[TransferId | str] = Deadlines()
+        self._deadlines: Deadlines[TransferId | str | _Reconnect] = Deadlines()
         self.counters: Counters = Counter()
 
     # --- the router -----------------------------------------------------------------------------
@@ -270,7 +283,7 @@ class SendPort:
             self._schedule(session)
         elif session.ended:  # D does not know: its answers to the Offer and our abort crossed, or that was lost
             return [ToPeer(session.transfer.target, AbortTransfer(session.transfer, "ended on the prefill worker"))]
-        else:  # again: the link was cut, and D asks whether P is still there
+        else:  # again: the link was lost, and D asks whether P is still there
             return self._ask_again(session, now)
         return []
 
@@ -279,6 +292,9 @@ class SendPort:
         if not session.happens(event, Side.DECODE):
             return []
         moved = len(session.checksums)
+        peer = self._peers.get(session.transfer.target)
+        if event is Event.ACK and peer is not None:
+            peer.num_losses = 0
         self._close(session, now)
         done = HandoffDone(
             self._worker_id,
@@ -386,6 +402,8 @@ class SendPort:
             if isinstance(key, str):
                 actions.append(ToPeer(key, self._hello))
                 self._deadlines.set(key, now + self._repeat_s)
+            elif isinstance(key, _Reconnect):
+                actions += self._link(self._peers[key.peer])
             elif (session := self._sessions.get(key)) is not None:
                 lease_at = session.lease_at
                 if lease_at is not None and lease_at <= now:
@@ -467,6 +485,7 @@ class SendPort:
             blocks = session.take(self._max_in_flight - peer.in_flight, now)
             if blocks:
                 peer.in_flight += len(blocks)
+                actions += self._link(peer)
                 actions.append(ShipBlocks(session.transfer.target, session.transfer, blocks))
                 self._schedule(session)
             if not session.queued:
@@ -509,12 +528,14 @@ class SendPort:
         return actions
 
     def _relink(self, peer: str, problem: str, now: float) -> list[Action]:
-        """Tear the link down, make it anew, and ship again what may have gone with it.
+        """Tear the link down, make it anew when it is needed, and ship again what may have gone with it.
 
         D is told that each transfer goes on; it waits for that word.
         """
         actions = self._drop_link(peer)
         known = self._peers.get(peer)
+        if known is not None:
+            actions += self._link_in_time(known, now)
         for session in self._open_with(peer):
             if not session.relink(self._pulls):
                 session.happens(Event.LOST, Side.PREFILL)
@@ -532,7 +553,7 @@ class SendPort:
     def _drop_link(self, peer: str) -> list[Action]:
         """Nothing but `Sent` comes of what is unsent on the link now.
 
-        A peer that is lost gets no new link; the transport may still read blocks that were meant for it.
+        For a peer that is lost, too: the transport may still read blocks that were meant for it.
         """
         for session in self._sessions.values():
             if session.transfer.target == peer and session.unsent:
@@ -542,7 +563,26 @@ class SendPort:
         known = self._peers.get(peer)
         if known is None:
             return [DropLink(peer, forget=True)]
-        return [DropLink(peer), ConnectPeer(known.worker)]
+        known.is_linked = False
+        return [DropLink(peer)]
+
+    def _link_in_time(self, peer: _Peer, now: float) -> list[Action]:
+        """Now if a transfer has blocks on the way, which may be done so often only; else a peer could make us spin."""
+        incarnation = peer.worker.incarnation
+        if any(session.shipped_blocks for session in self._open_with(incarnation)):
+            return self._link(peer)
+        wait_s = min(FIRST_RECONNECT_S * 2.0 ** min(peer.num_losses, 10), LAST_RECONNECT_S)
+        peer.num_losses += 1
+        self._deadlines.set(_Reconnect(incarnation), now + wait_s)
+        return []
+
+    def _link(self, peer: _Peer) -> list[Action]:
+        """Make the link unless there is one."""
+        if peer.is_linked:
+            return []
+        peer.is_linked = True
+        self._deadlines.set(_Reconnect(peer.worker.incarnation), None)
+        return [ConnectPeer(peer.worker)]
 
     def _peer_lost(self, incarnation: str, now: float) -> list[Action]:
         worker_id = self._peers.pop(incarnation).worker.worker_id
@@ -551,6 +591,7 @@ class SendPort:
             session.happens(Event.LOST, Side.PREFILL)
             actions += self._fail(session, "peer_lost", f"decode worker {worker_id} is lost", now)
         self._deadlines.set(incarnation, None)
+        self._deadlines.set(_Reconnect(incarnation), None)
         if self._incarnations.get(worker_id) == incarnation:
             del self._incarnations[worker_id]
         return actions

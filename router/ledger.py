@@ -7,9 +7,23 @@ blocks, or why: that is `baton.audit`'s.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+
+import msgspec
 
 from baton.errors import InvalidRequestError, OverloadedError
-from baton.ledger import MAX_ENTRIES, AskLedger, ClusterLedger, LedgerReport, LedgerRequest, OpenRequest, WorkerLedger
+from baton.ledger import (
+    MAX_CLUSTER_BLOCK_IDS,
+    MAX_CLUSTER_ENTRIES,
+    MAX_ENTRIES,
+    AskLedger,
+    ClusterLedger,
+    LedgerEntry,
+    LedgerReport,
+    LedgerRequest,
+    OpenRequest,
+    WorkerLedger,
+)
 from baton.timeline import Mark
 from router.actions import ClientId, LedgerDone, RouterAction, SendWorker
 from router.book import RequestBook
@@ -23,9 +37,10 @@ MAX_OPEN = 64
 class _Question:
     """One client's: whom it is about, and who has answered."""
 
-    def __init__(self, client: ClientId, label: str, workers: list[WorkerView], ends_at: float):
+    def __init__(self, client: ClientId, message: LedgerRequest, workers: list[WorkerView], ends_at: float):
         self.client = client
-        self.label = label
+        self.label = message.label
+        self.block_ids = message.block_ids
         self.workers = workers
         self.ends_at = ends_at
         self.answers: dict[str, WorkerLedger] = {}
@@ -59,7 +74,7 @@ class LedgerQuestions:
             raise OverloadedError(f"{MAX_OPEN} questions for the ledger are under way; ask again in a moment")
         self._count += 1
         number = self._count
-        self._open[number] = _Question(client, message.label, workers, now + self._timeout_s)
+        self._open[number] = _Question(client, message, workers, now + self._timeout_s)
         self.wake_at = min(self.wake_at, now + self._timeout_s)
         question = AskLedger(number, message.block_ids)
         out += [SendWorker(w.worker_id, w.info.incarnation, question) for w in workers if w.ready]
@@ -89,7 +104,9 @@ class LedgerQuestions:
     def _end(self, number: int, now: float, out: list[RouterAction]) -> None:
         question = self._open.pop(number)
         answers = question.answers
-        workers = tuple(answers.get(w.info.incarnation) or self._answer(w, None, now) for w in question.workers)
+        workers = within_limits(
+            [answers.get(w.info.incarnation) or self._answer(w, None, now) for w in question.workers]
+        )
         requests = sorted(self._book.by_id.values(), key=_since)[:MAX_ENTRIES]
         ledger = ClusterLedger(
             label=question.label,
@@ -97,6 +114,7 @@ class LedgerQuestions:
             workers=workers,
             requests=tuple(_open_request(request, now) for request in requests),
             num_requests=len(self._book),
+            num_block_ids_left_out=_num_unnamed(workers) if question.block_ids else 0,
         )
         out.append(LedgerDone(question.client, ledger))
 
@@ -120,6 +138,43 @@ class LedgerQuestions:
             if not open_here or request is None or request.attempt != entry.attempt:
                 found.append(index)
         return tuple(found)
+
+
+def within_limits(workers: Iterable[WorkerLedger]) -> tuple[WorkerLedger, ...]:
+    """The same, with no more entries and block ids than one message may have: each report keeps its first ones."""
+    workers = tuple(workers)
+    entries = [entry for worker in workers for entry in _entries(worker)]
+    if len(entries) > MAX_CLUSTER_ENTRIES:
+        workers = tuple(_with_entries(worker, MAX_CLUSTER_ENTRIES // len(workers)) for worker in workers)
+    if sum(len(entry.block_ids) for worker in workers for entry in _entries(worker)) > MAX_CLUSTER_BLOCK_IDS:
+        workers = tuple(_with_block_ids(worker, MAX_CLUSTER_BLOCK_IDS // len(workers)) for worker in workers)
+    return workers
+
+
+def _entries(worker: WorkerLedger) -> tuple[LedgerEntry, ...]:
+    return () if worker.report is None else worker.report.entries
+
+
+def _with_entries(worker: WorkerLedger, room: int) -> WorkerLedger:
+    if worker.report is None:
+        return worker
+    report = msgspec.structs.replace(worker.report, entries=worker.report.entries[:room])
+    return msgspec.structs.replace(worker, report=report, unknown=tuple(i for i in worker.unknown if i < room))
+
+
+def _with_block_ids(worker: WorkerLedger, room: int) -> WorkerLedger:
+    if worker.report is None:
+        return worker
+    entries: list[LedgerEntry] = []
+    for entry in worker.report.entries:
+        entries.append(msgspec.structs.replace(entry, block_ids=entry.block_ids[:room]))
+        room -= len(entries[-1].block_ids)
+    return msgspec.structs.replace(worker, report=msgspec.structs.replace(worker.report, entries=tuple(entries)))
+
+
+def _num_unnamed(workers: Iterable[WorkerLedger]) -> int:
+    """Blocks of entries whose ids are not there."""
+    return sum(max(0, entry.blocks - len(entry.block_ids)) for worker in workers for entry in _entries(worker))
 
 
 def _since(request: RoutedRequest) -> float:

@@ -29,7 +29,7 @@ from baton.clock import clock_id
 from baton.config import ClusterConfig
 from baton.errors import ClusterError
 from baton.protocol import Status
-from baton.security import Security, exposure
+from baton.security import Security
 from router.actions import RouterAction, SendWorker
 from router.back import Back
 from router.core import RouterCore
@@ -100,8 +100,6 @@ class RouterServer:
             self._guard.close()
             self._context.destroy(linger=0)
             raise
-        if (warning := exposure([router.host, self._back_host], self._config.security.secret)) is not None:
-            log.warning("%s", warning)
         self._front = Front(front, self._core, self._text, self.counters, liveness.heartbeat_s)
         self._back = Back(back, self._core, self.counters)
         self._wake = WakeUp()

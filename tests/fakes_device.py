@@ -65,12 +65,12 @@ class MapperStandIn:
         self.queued.clear()
 
 
-def open_end(scheme: str, pool: FakePool) -> KVTransport:
+def open_end(scheme: str, pool: FakePool, incarnation: str = "P1") -> KVTransport:
     """One end with this pool registered; `cuda-ipc` with memory of the host that stands in for a GPU's."""
     if scheme == "cuda-ipc":
         transport: KVTransport = watched(CudaIpcTransport(MapperStandIn))
-        transport.register(DeviceStandIn(pool))
+        transport.register(DeviceStandIn(pool), incarnation=incarnation)
         return transport
     transport = watched(open_transport(scheme))
-    transport.register(pool)
+    transport.register(pool, incarnation=incarnation)
     return transport

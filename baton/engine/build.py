@@ -49,11 +49,13 @@ def build_runner(
     progress: Callable[[str], None] | None = None,
     model: Model | None = None,
     shared_pool: bool = False,
+    link_bytes: Callable[[int], int] = lambda block_bytes: 0,
 ) -> BuiltRunner:
     """Find and load the model and size the KV pool for a worker of `pool`. Takes seconds.
 
     `model`: one that is loaded already, of the same configuration: workers of one process share it.
     `shared_pool`: the KV pool lies in memory that other processes of this machine can map.
+    `link_bytes`: of a GPU, what links to other workers will take for KV blocks of so many bytes.
     Raises ModelError (model) or ConfigError (sizes, device). Leaves the number of threads as it is.
     """
     device = resolve_device(pool)
@@ -79,6 +81,7 @@ def build_runner(
         runtime=runtime,
         weights=model.weight_bytes,
         step=model.step_bytes(engine.max_batch_tokens, min(engine.max_batch_requests, engine.max_batch_tokens)),
+        links=link_bytes(layout.block_bytes) if device == "cuda" else 0,
         device_bytes=_free_bytes() + model.weight_bytes if device == "cuda" else None,
     )
     log.info("%s in %s; memory: %s", model.computed_by, dtype, memory)

@@ -28,6 +28,8 @@ class MemoryPlan:
     """What the largest step needs beside weights and KV: activations and logits."""
     num_blocks: int
     layout: KVLayout
+    links: int = 0
+    """On a GPU: what links to other workers take in (`kv_transfer.link_memory`)."""
 
     @property
     def pool(self) -> int:
@@ -35,19 +37,27 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        return self.runtime + self.weights + self.step + self.pool
+        return self.runtime + self.weights + self.step + self.links + self.pool
 
     def __str__(self) -> str:
+        links = f"{_mib(self.links)} links + " if self.links else ""
         return (
             f"{_mib(self.total)} = {_mib(self.runtime)} runtime + {_mib(self.weights)} weights "
-            f"+ {_mib(self.step)} step + {_mib(self.pool)} KV pool "
+            f"+ {_mib(self.step)} step + {links}{_mib(self.pool)} KV pool "
             f"({self.num_blocks:,} blocks of {self.layout.block_size} tokens, "
             f"{self.layout.block_bytes / 2**10:g} KiB each: {self.num_blocks * self.layout.block_size:,} tokens)"
         )
 
 
 def plan_memory(
-    pool: PoolConfig, layout: KVLayout, *, runtime: int, weights: int, step: int, device_bytes: int | None = None
+    pool: PoolConfig,
+    layout: KVLayout,
+    *,
+    runtime: int,
+    weights: int,
+    step: int,
+    links: int = 0,
+    device_bytes: int | None = None,
 ) -> MemoryPlan:
     """The pool's size: `kv_blocks`, else `kv_memory_mib`, else what `memory_mib` leaves, else a default.
 
@@ -60,12 +70,12 @@ def plan_memory(
     if num_blocks is None and (pool.memory_mib is not None or device_bytes is not None):
         key = "memory_mib"
         budget = pool.memory_mib << 20 if pool.memory_mib is not None else int((device_bytes or 0) * GPU_SHARE)
-        num_blocks = max(0, budget - runtime - weights - step) // layout.block_bytes
+        num_blocks = max(0, budget - runtime - weights - step - links) // layout.block_bytes
     if num_blocks is None:
         key, num_blocks = "kv_memory_mib", (DEFAULT_KV_MIB << 20) // layout.block_bytes
-    plan = MemoryPlan(runtime, weights, step, num_blocks, layout)
+    plan = MemoryPlan(runtime, weights, step, num_blocks, layout, links)
     if not num_blocks:
-        one = MemoryPlan(runtime, weights, step, 1, layout)
+        one = MemoryPlan(runtime, weights, step, 1, layout, links)
         least = -(-(layout.block_bytes if key == "kv_memory_mib" else one.total) >> 20)
         raise ConfigError(
             key,

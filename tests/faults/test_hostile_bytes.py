@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from baton.codec import MAX_MESSAGE_BYTES
 from baton.protocol import PROTOCOL_VERSION, Join, StatusRequest, ToRouterFromClient, ToRouterFromWorker
 from kv_transfer.messages import Hello, ToDecode
-from kv_transfer.shm_link import Export, Finished, _abstract
+from kv_transfer.pull_messages import Export, Finished
+from kv_transfer.shm_link import _abstract
 from kv_transfer.zmq_transport import DataHeader
 from tests.hostile import Bodies, damaged, encoded
 from tests.stub_cluster import LAYOUT, StubCluster, expected_tokens, wait_until

@@ -49,7 +49,7 @@ BLOCK_FAULTS = (
 MESSAGE_FAULTS = MessageFaults(drop=0.01, duplicate=0.03, delay=0.1, delay_s=0.02)
 MAX_GROWTH = 48 << 20
 """Bytes of memory, from the first fifth of the requests on: what is bounded, as remembered answers, fills up."""
-BOUNDED = {"_answers": 4096, "_kept": POOL_BLOCKS, "counters": 40, "faults": 10, "counts": 10}
+BOUNDED = {"_answers": 4096, "_shipped_checksums": POOL_BLOCKS, "counters": 40, "faults": 10, "counts": 10}
 """Tables that may be as long as this when nothing is going on. Others hold what is open, or one entry per peer."""
 
 

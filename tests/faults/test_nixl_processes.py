@@ -33,7 +33,7 @@ def opened(seed: int) -> tuple[Any, FakePool]:
     pool = FakePool(NUM_BLOCKS, BLOCK)
     pool.fill(seed)
     transport: Any = watched(NixlTransport())
-    transport.register(pool)
+    transport.register(pool, incarnation="P1")
     return transport, pool
 
 

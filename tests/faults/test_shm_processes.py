@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from kv_transfer.base import LinkLost, Received, Sent
-from kv_transfer.shared_pool import Fetch
+from kv_transfer.shared_pool import Fetch, OwnMemory
 from kv_transfer.shm_transport import ShmTransport
 from tests.fakes_transfer import FakePool, drive, transfer_of, watched
 
@@ -30,18 +30,18 @@ addresses: list[str] = []
 """Of the transports of a test."""
 
 
-def opened(seed: int) -> tuple[Any, FakePool]:
+def opened(seed: int, incarnation: str = "P1") -> tuple[Any, FakePool]:
     pool = FakePool(NUM_BLOCKS, BLOCK)
     pool.fill(seed)
     transport: Any = watched(ShmTransport())
-    transport.register(pool)
+    transport.register(pool, incarnation=incarnation)
     addresses.append(transport.address)
     return transport, pool
 
 
 def serve_source(pipe: Connection, incarnation: str, target: str) -> None:
     """Ship all blocks again and again, under transfers 0, 1, ..., as soon as the former one has been read."""
-    transport, _ = opened(7)
+    transport, _ = opened(7, incarnation)
     pipe.send(transport.address)
     transport.connect("D1", target)
     for number in range(1 << 30):
@@ -150,7 +150,7 @@ def test_a_pool_stays_readable_while_it_is_mapped_though_its_owner_is_dead() -> 
             child.kill()
             child.join()
             fetches = [Fetch(i, ref, i) for i, ref in enumerate(refs)]
-            assert link.pool.copy(fetches, pool.host_memory.array) == list(range(NUM_BLOCKS))
+            assert link.pool.copy(fetches, OwnMemory(pool.host_memory.array, None)) == list(range(NUM_BLOCKS))
         expected = FakePool(NUM_BLOCKS, BLOCK)
         expected.fill(7)
         np.testing.assert_array_equal(pool.memory, expected.memory)

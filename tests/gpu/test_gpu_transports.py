@@ -36,7 +36,7 @@ def opened(scheme: str, value: float) -> tuple[Any, KVCache]:
     cache.tensor.copy_(torch.arange(NUM_BLOCKS, device="cuda").view(-1, 1, 1, 1, 1, 1) + value)
     cache.mark_written()
     transport: Any = watched(open_transport(scheme))
-    transport.register(cache)
+    transport.register(cache, incarnation="P1")
     return transport, cache
 
 

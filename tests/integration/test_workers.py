@@ -137,9 +137,10 @@ class CorruptingTransport:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def register(self, pool: Any) -> None:
+    def register(self, pool: Any, write: Any = None, **options: Any) -> None:
+        """Without `write`, which hashes as it copies: what is hashed is what the flip has left."""
         self._pool = pool
-        self._inner.register(pool)
+        self._inner.register(pool, **options)
 
     def receive(self, peer: str, transfer: TransferId, refs: Any, blocks: Sequence[tuple[int, int]]) -> None:
         self._blocks.update({(transfer, index): block for index, block in blocks})

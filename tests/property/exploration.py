@@ -59,6 +59,7 @@ from baton.ports import (
 from baton.protocol import AttemptFailed, HandoffDone, HandoffRefused, Replace, RequestKey, Submit, TransferId
 from baton.sampling_params import SamplingParams
 from decode_worker.receive_port import ReceivePort
+from decode_worker.waiting import WaitingOffers
 from kv_transfer.deadlines import Deadlines
 from kv_transfer.messages import Refuse
 from kv_transfer.session import RecvSession, SendSession, State
@@ -447,6 +448,8 @@ class _Prefill(_Side):
         self.engine = _SendEngine(bounds.blocks_p, wanted)
         self.copies: dict[tuple[TransferId, int], int] = {}
         """How often each index was shipped."""
+        self.linked: frozenset[str] = frozenset()
+        """Peers to which the transport was asked for a link."""
         self.port = SendPort(
             worker_id="prefill-0",
             incarnation=incarnation,
@@ -513,6 +516,7 @@ class _Prefill(_Side):
             self.engine.key(),
             frozenset(self.copies.items()),
             frozenset(self.ends.items()),
+            self.linked,
             _others_key(port),
         )
 
@@ -588,7 +592,8 @@ class _Prefill(_Side):
             match action:
                 case ToPeer(peer, message):
                     self.out.append(("say", peer, _bare(message)))
-                case ShipBlocks(_, transfer, blocks):
+                case ShipBlocks(peer, transfer, blocks):
+                    require(peer in self.linked, f"blocks are shipped to {peer}, to which there is no link")
                     refs = []
                     computed, held = self.engine.granted.get(transfer.key, (0, ()))
                     for index, block in blocks:
@@ -606,6 +611,7 @@ class _Prefill(_Side):
                     if self.bounds.pulls:
                         self.out.append(("cancel", transfer))
                 case DropLink(peer):
+                    self.linked -= {peer}
                     self.out.append(("drop", peer))
                 case ToRouter(AttemptFailed(_, key)):
                     self.out.append(("failed", key))
@@ -613,8 +619,8 @@ class _Prefill(_Side):
                     self.out.append(("refused", key))
                 case ToRouter(HandoffDone(_, key)):
                     self.out.append(("moved", key))
-                case ConnectPeer():
-                    pass
+                case ConnectPeer(worker):
+                    self.linked |= {worker.incarnation}
                 case _:
                     raise AssertionError(action)
 
@@ -653,9 +659,9 @@ class _Decode(_Side):
         port._sessions = {transfer: _copy_receive(session, counters) for transfer, session in old._sessions.items()}
         by_id = {id(old._sessions[transfer]): session for transfer, session in port._sessions.items()}
         port._by_key = {key: by_id[id(session)] for key, session in old._by_key.items()}
-        port._waiting = old._waiting.copy()
-        for transfer, (session, request) in old._waiting.items():
-            port._waiting[transfer] = by_id[id(session)], request
+        port._waiting = WaitingOffers()
+        for session, request in old._waiting:
+            port._waiting.add(by_id[id(session)], request)
         port._answers = old._answers.copy()
         port._deadlines = _later(old._deadlines)
         _copy_others(port)
@@ -668,7 +674,7 @@ class _Decode(_Side):
             self.incarnation,
             tuple(sorted((t, _receive_key(s, now)) for t, s in port._sessions.items())),
             frozenset(port._by_key),
-            tuple(port._waiting),
+            tuple(session.transfer for session, _ in port._waiting),
             frozenset((t, type(a), getattr(a, "recomputing", None)) for t, a in port._answers.items()),
             frozenset(port._greeted),
             tuple(sorted(port._lives.items())),
@@ -696,6 +702,7 @@ class _Decode(_Side):
         require(not recomputed, "decode computes a prompt again, between healthy peers")
         self.check_book()
         self.check_deadline()
+        self.port._waiting.check()
         for transfer in (*self.port._sessions, *self.ends):
             require(transfer.target == self.incarnation, f"I9: {self.incarnation} works for a former life")
 
@@ -835,7 +842,7 @@ KNOWN_FIELDS: dict[type, set[str]] = {
         *("offer", "transfer", "num_blocks", "prefix_blocks", "state", "lease_s", "renewed_at", "changed_at"),
         *("_counters", "blocks", "announced", "refs", "lent", "lost_at", "loss", "received", "committed"),
     },
-    _Peer: {"worker", "welcome", "refusal", "greeting", "backlog", "in_flight"},
+    _Peer: {"worker", "welcome", "refusal", "greeting", "backlog", "in_flight", "is_linked", "num_losses"},
     SendPort: {
         *("_worker_id", "_incarnation", "_hello", "_layout", "_engine", "_lease_s", "_repeat_s", "_max_in_flight"),
         *("_checksummed", "_pulls", "_peers", "_incarnations", "_sessions", "_by_key", "_held", "_submits"),

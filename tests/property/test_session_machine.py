@@ -34,8 +34,9 @@ from baton.protocol import AttemptFailed, HandoffDone, HandoffRefused, Replace, 
 from baton.sampling_params import SamplingParams
 from decode_worker.receive_port import ReceivePort
 from kv_transfer.session import ENDS, MAX_RELINKS
+from kv_transfer.shared_pool import LentBlocks
 from prefill_worker.send_port import SendPort
-from tests.fakes_transfer import LAYOUT, FakeEngine, key_of, worker_info
+from tests.fakes_transfer import LAYOUT, FakeEngine, FakePool, key_of, worker_info
 
 LEASE = 8.0
 BLOCKS_P, BLOCKS_D = 8, 10
@@ -66,6 +67,8 @@ class Prefill(Worker):
             max_unacked_blocks=3,
             pulls=pulls,
         )
+        self.lent = LentBlocks(FakePool(BLOCKS_P, 1), shared=False)
+        """Of a transport that pulls."""
         self.reading: Counter[tuple[TransferId, int]] = Counter()
         """(transfer, index) that the transport may still read."""
 
@@ -85,8 +88,8 @@ class Decode(Worker):
         )
         self.writable: dict[TransferId, dict[int, int]] = {}
         """Block id by index, that the transport may write."""
-        self.wanted: dict[int, tuple[TransferId, int]] = {}
-        """Of a transport that pulls: (transfer, index) by ref."""
+        self.wanted: dict[tuple[TransferId, int], int] = {}
+        """Of a transport that pulls: the index by transfer and ref."""
 
 
 class Frame:
@@ -105,8 +108,9 @@ class HandOver(RuleBasedStateMachine):
     pulls = False
     """The transport pulls: a frame is what P has lent, D fetches it once it has heard its ref, P can take it back."""
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(lent_elsewhere=st.booleans())
+    def start(self, lent_elsewhere: bool = False) -> None:
+        """`lent_elsewhere`: other transfers, to another decode worker, lend all of P's blocks all the time."""
         self.now = 0.0
         self.num_requests = self.num_lives = 0
         self.wire: list[tuple[str, str, Any]] = []
@@ -120,8 +124,9 @@ class HandOver(RuleBasedStateMachine):
         self.offered: set[RequestKey] = set()
         self.tokens: dict[RequestKey, tuple[int, ...]] = {}
         """Each request's prompt."""
-        self.num_refs = 0
         self.p, self.d = Prefill("P0", self.pulls), Decode("D0", self.pulls)
+        for block in range(BLOCKS_P if lent_elsewhere else 0):
+            self.p.lent.lend(block)
         self.act(self.p, self.p.port.on_peers((worker_info("D0"),), self.now))
         while self.wire:
             self.hear(self.wire.pop(0))
@@ -137,10 +142,9 @@ class HandOver(RuleBasedStateMachine):
                     assert isinstance(worker, Prefill)
                     refs = []
                     for index, block in blocks:
-                        self.num_refs += 1
-                        refs.append(self.num_refs)
+                        refs.append(worker.lent.lend(block))
                         worker.reading[transfer, index] += 1
-                        self.frames.append(Frame(transfer, index, block, worker, self.num_refs))
+                        self.frames.append(Frame(transfer, index, block, worker, refs[-1]))
                     named = tuple(refs) if self.pulls else ()
                     shipped = tuple(index for index, _ in blocks)
                     self.act(worker, worker.port.on_shipped(transfer, shipped, named, self.now))
@@ -152,7 +156,7 @@ class HandOver(RuleBasedStateMachine):
                     assert isinstance(worker, Decode)
                     assert len(refs) == len(blocks) * self.pulls
                     worker.writable.setdefault(transfer, {}).update(blocks)
-                    worker.wanted.update({ref: (transfer, i) for ref, (i, _) in zip(refs, blocks, strict=False)})
+                    worker.wanted.update({(transfer, ref): i for ref, (i, _) in zip(refs, blocks, strict=False)})
                 case CancelTransfer(transfer):
                     if isinstance(worker, Decode):
                         worker.writable.pop(transfer, None)
@@ -190,12 +194,14 @@ class HandOver(RuleBasedStateMachine):
                 value = frame.source.memory[frame.block] ^ corrupt
                 self.d.memory[block] = value
                 self.act(self.d, self.d.port.on_received(frame.transfer, {frame.index: value}, self.now))
+        self.d.wanted.pop((frame.transfer, frame.ref), None)
+        frame.source.lent.give_back(frame.block)
         frame.source.reading[frame.transfer, frame.index] -= 1
         if frame.source is self.p:
             self.act(self.p, self.p.port.on_sent(frame.transfer, (frame.index,), self.now))
 
     def is_wanted(self, frame: Frame) -> bool:
-        return not self.pulls or self.d.wanted.get(frame.ref) == (frame.transfer, frame.index)
+        return not self.pulls or self.d.wanted.get((frame.transfer, frame.ref)) == frame.index
 
     def can_land(self) -> list[Frame]:
         """Frames that may arrive now: of a transport that pulls those that D has heard of."""
@@ -378,6 +384,10 @@ class HandOver(RuleBasedStateMachine):
             ended = sum(port.counters[end.value] for end in ENDS)
             assert port.counters["offered"] == ended + sum(not s.ended for s in port._sessions.values())
 
+    @invariant()
+    def those_that_wait_are_counted(self) -> None:
+        self.d.port._waiting.check()
+
     def teardown(self) -> None:
         """The wire is whole again, the engines work, time passes: everything must end by itself."""
         if not hasattr(self, "p"):
@@ -435,6 +445,7 @@ def walk(seed: int, num_steps: int = 200, kind: type[HandOver] = HandOver) -> Co
         machine.no_target_is_given_away,
         machine.nobody_decodes_from_a_wrong_cache,
         machine.every_transfer_is_open_or_has_ended_once,
+        machine.those_that_wait_are_counted,
     ]
     calm = seed % 3 == 0  # few faults: long queues instead
     for _ in range(num_steps):
@@ -494,7 +505,7 @@ def life_with_cuts(seed: int, kind: type[HandOver]) -> int:
     rng = random.Random(seed)
     pick = lambda: rng.randrange(1 << 16)
     machine = kind()
-    machine.start()
+    machine.start(lent_elsewhere=bool(seed % 2))
     for _ in range(2):
         machine.submit(rng.randint(1, 16), 4, rng.randint(0, 2))
     num_cuts = 0
@@ -512,6 +523,11 @@ def life_with_cuts(seed: int, kind: type[HandOver]) -> int:
             chosen = rng.choice(possible)
             num_cuts += chosen == 4
             events[chosen][1]()
+    while machine.wire or machine.can_land():
+        machine.deliver_in_order(len(machine.wire))
+        if frames := machine.can_land():
+            machine.land(frames[0])
+    assert not machine.frames, "lent, and decode does not fetch it"
     machine.teardown()
     assert not machine.failed
     assert machine.p.port.counters["done"] == machine.d.port.counters["done"] == 2

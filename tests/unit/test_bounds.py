@@ -12,6 +12,7 @@ import zmq
 
 from baton.codec import Codec
 from baton.config import ClusterConfig
+from baton.engine.request import EngineRequest
 from baton.errors import CodecError, ProtocolError
 from baton.layout import KVLayout
 from baton.ledger import HoldReason, LedgerEntry, LedgerReport
@@ -31,8 +32,10 @@ from baton.protocol import (
 )
 from baton.sampling_params import SamplingParams
 from decode_worker.receive_port import MAX_OFFERED_TOKENS, MAX_PEERS, SOME_OFFERS, ReceivePort
+from decode_worker.waiting import WaitingOffers
 from kv_transfer.base import LinkLost, Received
 from kv_transfer.messages import AbortTransfer, Accept, Data, Hello, HelloRefused, Offer, Refuse, ToDecode, Welcome
+from kv_transfer.session import RecvSession
 from kv_transfer.zmq_transport import _HEADER, DataHeader, ZmqTransport
 from router.actions import SendWorker
 from router.back import Back
@@ -185,6 +188,27 @@ def test_long_offers_fill_the_waiting_room_sooner(monkeypatch: pytest.MonkeyPatc
     for i in range(1, 200):
         port.on_message("P1", offer(i, num_tokens=12), 0.0)
     assert SOME_OFFERS < port.num_waiting() == 80
+    port._waiting.check()
+
+
+def test_what_waits_is_counted_and_in_order_of_priority() -> None:
+    """An offer must not look at all that wait: the worker's lock is held meanwhile."""
+    waiting = WaitingOffers()
+    added = {}
+    for number, (source, priority) in enumerate([("P1", 5), ("P2", 0), ("P1", 0), ("P1", 5), ("P2", -1)]):
+        message = msgspec.structs.replace(offer(number, source, num_tokens=10 + number), priority=priority)
+        session = RecvSession(message, 3, lease_s=8.0, now=0.0, counters=Counter())
+        request = EngineRequest(message.transfer.key, message.prompt, message.sampling, priority=priority)
+        waiting.add(session, request)
+        added[number] = session
+    order = lambda: [int(session.transfer.request_id, 16) for session, _ in waiting]
+    assert order() == [4, 1, 2, 0, 3]
+    assert (len(waiting), waiting.load_of("P1"), waiting.load_of("P2")) == (5, (3, 35), (2, 25))
+    for session, _ in waiting:
+        waiting.discard(session)
+        waiting.check()
+    waiting.discard(added[0])
+    assert (len(waiting), order(), waiting.load_of("P1"), vars(waiting)["_queues"]) == (0, [], (0, 0), {})
 
 
 def test_unknown_transfers_are_remembered_up_to_a_limit() -> None:

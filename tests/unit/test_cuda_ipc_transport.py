@@ -36,7 +36,7 @@ def linked(*mappers: Any) -> tuple[Any, Any, FakePool, FakePool]:
     pools[0].fill(1)
     ends: list[Any] = [watched(CudaIpcTransport(mapper)) for mapper in mappers]
     for end, pool in zip(ends, pools, strict=True):
-        end.register(DeviceStandIn(pool))
+        end.register(DeviceStandIn(pool), incarnation="P1")
     ends[0].connect("D1", ends[1].address)
     return ends[0], ends[1], pools[0], pools[1]
 

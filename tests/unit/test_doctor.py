@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import pytest
+from msgspec.structs import replace
 from rich.table import Table
 
 import baton_cli.doctor
@@ -90,6 +91,13 @@ def test_a_transfer_of_an_ended_request_has_until_its_lease(monkeypatch: pytest.
         assert is_well(monkeypatch, ledger_of(part(entry(reason, 20.0), unknown=(0,))))
         assert not is_well(monkeypatch, ledger_of(part(entry(reason, -1.0), unknown=(0,))))
     assert not is_well(monkeypatch, ledger_of(part(entry(HoldReason.RESERVED, 20.0), unknown=(0,))))
+
+
+def test_block_ids_that_were_left_out_are_said() -> None:
+    ledger = replace(ledger_of(part(entry(block_ids=(1,))), part()), num_block_ids_left_out=2)
+    said = [part for part in doctor_view(diagnose(ledger, frozenset())) if isinstance(part, str)]
+    assert " abababab/1: blocks 1" in said
+    assert "2 block ids were left out for want of room; `baton doctor --worker NAME --block-ids`" in said[-1]
 
 
 def test_open_requests_without_an_entry_are_shown() -> None:

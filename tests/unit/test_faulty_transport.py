@@ -82,6 +82,17 @@ def test_without_faults_it_is_what_is_inside(pair: Pair) -> None:
     assert pair.p.next_deadline(0.0) is None
 
 
+def test_what_it_reaches_is_what_is_inside_after_a_pool_was_registered() -> None:
+    """`nixl` knows only then whether blocks come from GPUs."""
+    inner: Any = SimpleNamespace(pulls=True, address="", reach="nixl", reaches_gpu=True, fixed_blocks=True)
+    inner.register = lambda pool, write, **_: setattr(inner, "reach", "nixl (GPU pools)")
+    inner.close = lambda: None
+    with contextlib.closing(FaultyTransport(inner)) as faulty:
+        assert faulty.reach == "nixl"
+        faulty.register(FakePool(1, 8))
+        assert faulty.reach == "nixl (GPU pools)"
+
+
 @pytest.mark.parametrize("end", ["p", "d"])
 def test_a_dropped_block_is_sent_and_does_not_come(pair: Pair, end: str) -> None:
     getattr(pair, end).arm("drop", 2)

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from baton.config import PoolConfig
+from baton.config import PoolConfig, parse_config
 from baton.engine.memory import DEFAULT_KV_MIB, MemoryPlan, plan_memory
 from baton.errors import ConfigError
 from baton.layout import KVLayout
+from kv_transfer.link_memory import gpu_link_bytes
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, block_size=16, head_dim=1024, dtype="float32")
 MIB = 1 << 20
@@ -57,3 +58,32 @@ def test_too_little_names_the_setting_and_what_it_takes() -> None:
     tiny = KVLayout(num_layers=80, num_kv_heads=8, block_size=256, head_dim=128, dtype="float32")
     with pytest.raises(ConfigError, match=r"kv_memory_mib.*holds not one KV block.*>= 160"):
         plan_memory(PoolConfig(kv_memory_mib=100), tiny, runtime=0, weights=0, step=0)
+
+
+def test_links_of_a_gpu_are_taken_from_its_pool() -> None:
+    kept = plan(PoolConfig(), runtime=0, device_bytes=10_000 * MIB, links=96 * MIB)
+    assert kept.total == 9_000 * MIB
+    assert kept.num_blocks == plan(PoolConfig(), runtime=0, device_bytes=10_000 * MIB).num_blocks - 2 * 96
+    assert "24 MiB step + 96 MiB links + " in str(kept)
+
+
+@pytest.mark.parametrize(
+    ("transport", "pool", "block_mib", "mib"),
+    [
+        ("nccl", "decode", 1, 3 * 3 * 16),
+        ("nccl", "decode", 100, 3 * 3 * 100),
+        ("nccl", "both", 1, 2 * 3 * 16),
+        ("nccl", "prefill", 1, 0),
+        ("faulty+nixl?drop=0.1", "decode", 1, 3 * 8),
+        ("nixl", "decode", 100, 3 * 2 * 100),
+        ("cuda-ipc", "decode", 1, 0),
+        ("auto", "decode", 1, 0),
+    ],
+)
+def test_what_links_take(transport: str, pool: str, block_mib: int, mib: int) -> None:
+    """Scratch memory for each prefill worker, which links of a worker to itself do not need."""
+    pools = {"prefill": {"workers": 2}, "decode": {"workers": 4}, "both": {"workers": 1}}
+    if transport == "cuda-ipc":
+        pools = {name: {**fields, "device": "cuda", "gpus": 1} for name, fields in pools.items()}  # type: ignore[dict-item]
+    config = parse_config({"pools": pools, "transfer": {"transport": transport}})
+    assert gpu_link_bytes(config, pool, block_mib * MIB) == mib * MIB

@@ -20,8 +20,9 @@ from baton.layout import KVLayout
 from kv_transfer import nixl_agent
 from kv_transfer.base import LinkLost, Received, Sent
 from kv_transfer.nixl_transport import _REACHABLE, NixlTransport, Reachable
+from kv_transfer.pull_messages import EXPORT, FINISHED, Export
 from kv_transfer.registry import open_transport
-from kv_transfer.shm_link import EXPORT, FINISHED, Export
+from kv_transfer.shared_pool import LENDINGS, MAX_SHARED_BLOCKS
 from kv_transfer.tcp_link import GREETING, TcpListener, TcpToSource, TcpToTarget
 from tests.fakes_transfer import FakePool, drive, transfer_of, watched
 from tests.stub_cluster import StubCluster, expected_tokens
@@ -39,7 +40,7 @@ class Pair:
         self.source.fill(1)
         self.p: Any = watched(NixlTransport())
         self.d: Any = watched(NixlTransport())
-        self.p.register(self.source)
+        self.p.register(self.source, incarnation="P1")
         self.d.register(self.target)
         self.p.connect("D1", self.d.address)
         self.gate = True
@@ -168,7 +169,7 @@ def test_reads_that_fail_end_the_link_and_every_block_is_sent(pair: Pair) -> Non
 @needs_nixl
 def test_made_up_refs_read_nothing(pair: Pair) -> None:
     refs = pair.p.ship("D1", transfer_of(1), [(0, 1), (1, 2), (2, 3)])
-    pair.d.receive("P1", transfer_of(1), (refs[0] + (1 << 32), 8, refs[2]), [(0, 4), (1, 5), (2, 6)])
+    pair.d.receive("P1", transfer_of(1), (refs[0] + MAX_SHARED_BLOCKS * LENDINGS, 8, refs[2]), [(0, 4), (1, 5), (2, 6)])
     drive([pair.p, pair.d], lambda: pair.sent(1) == [2] and pair.d.stats.num_dropped == 2)
     assert pair.received(1) == [2]
     assert not pair.target.memory[[4, 5]].any()
@@ -245,6 +246,48 @@ def test_metadata_of_a_forger_is_refused(pair: Pair) -> None:
 
 
 @needs_nixl
+@pytest.mark.parametrize("failing", [1, 2, "memory"])
+def test_a_pool_that_there_is_no_memory_to_read_to_leaves_nothing(
+    pair: Pair, failing: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, register, deregister, remove = pair.d._agent, pair.d._agent.register, pair.d._agent.deregister, []
+    registered: list[Any] = []
+
+    def refusing(region: Any, *, on_gpu: bool) -> Any:
+        if len(registered) + 1 == failing:
+            raise OSError("NIXL cannot register")
+        registered.append(register(region, on_gpu=on_gpu))
+        return registered[-1]
+
+    def out_of_memory(num_slots: int) -> Any:
+        raise RuntimeError("CUDA out of memory")
+
+    def forgetting(memory: Any) -> None:
+        deregister(memory)
+        registered.remove(memory)
+
+    monkeypatch.setattr(agent, "register", refusing)
+    monkeypatch.setattr(agent, "deregister", forgetting)
+    monkeypatch.setattr(agent, "remove_peer", remove.append)
+    if failing == "memory":
+        monkeypatch.setattr(pair.d._own, "scratch", out_of_memory)
+    with pytest.raises(OSError, match=r"cannot register|CUDA out of memory"):
+        pair.d._borrow(Export("P9", 8, BLOCK, pair.p._exported()[0]), [])
+    assert registered == []
+    assert len(remove) == 1 and not pair.d._uses
+
+
+@needs_nixl
+def test_memory_that_nixl_does_not_let_go_of_is_no_end(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    agent = pair.d._agent
+    memory = agent.register((pair.target.memory.ctypes.data, BLOCK, 0), on_gpu=False)
+    agent.deregister(memory)
+    with caplog.at_level("WARNING"):
+        agent.deregister(memory)
+    assert "did not let go of memory" in caplog.text
+
+
+@needs_nixl
 def test_a_kv_cache_moves(pair: Pair) -> None:
     layout = KVLayout(2, 2, 16, 8, "float32")
     caches = [KVCache(layout, 6), KVCache(layout, 6)]
@@ -252,7 +295,7 @@ def test_a_kv_cache_moves(pair: Pair) -> None:
     p, d = (watched(open_transport("nixl")) for _ in caches)
     with contextlib.closing(p), contextlib.closing(d):
         for transport, cache in zip((p, d), caches, strict=True):
-            transport.register(cache)
+            transport.register(cache, incarnation="P1")
         p.connect("D1", d.address)
         d.receive("P1", transfer_of(1), p.ship("D1", transfer_of(1), [(0, 2), (1, 5)]), [(0, 1), (1, 0)])
         drive([p, d], lambda: sum(isinstance(e, Received) for e in d.seen) >= 1 and len(p.seen) >= 1)

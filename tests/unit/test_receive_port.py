@@ -92,6 +92,16 @@ def test_an_unfit_peer_is_refused_naming_both_values(changes: dict[str, Any], bo
     assert all(value in refused.reason for value in both)
 
 
+def test_blocks_that_no_frame_holds_are_refused_naming_both_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode_worker.receive_port.MAX_WIRE_BLOCK_BYTES", 64 * LAYOUT.token_bytes)
+    wide = lambda size: msgspec.structs.replace(HELLO, layout=msgspec.structs.replace(LAYOUT, block_size=size))
+    rig = Rig()
+    assert said(rig.hear(wide(64)), Welcome)
+    (refused,) = said(rig.hear(wide(65)), HelloRefused)
+    assert "prefill-0 has blocks of 65 tokens in 1040 bytes, decode-0 takes at most 1024 bytes" in refused.reason
+    assert rig.port._formats["P1"].layout.block_size == 64, "what was welcomed before stands"
+
+
 def test_accept_comes_after_the_receive_is_posted() -> None:
     rig = Rig()
     post, accept = rig.offer()

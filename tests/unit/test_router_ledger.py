@@ -5,16 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from baton.codec import MAX_MESSAGE_BYTES, Codec
 from baton.errors import InvalidRequestError, OverloadedError
-from baton.ledger import AskLedger, ClusterLedger, HoldReason, LedgerEntry, LedgerReport, LedgerRequest
-from router.ledger import MAX_OPEN
+from baton.ledger import (
+    MAX_BLOCK_IDS,
+    MAX_ENTRIES,
+    AskLedger,
+    ClusterLedger,
+    HoldReason,
+    LedgerEntry,
+    LedgerReport,
+    LedgerRequest,
+    WorkerLedger,
+)
+from baton.protocol import ToClient
+from router.ledger import MAX_OPEN, within_limits
 from tests.fakes_router import Script, out, worker
 
 
 class Asking(Script):
-    def ask(self, label: str = "l", worker_id: str | None = None) -> list[Any]:
-        return self.done(self.core.on_ledger(b"c", LedgerRequest(label, worker_id), self.now))
+    def ask(self, label: str = "l", worker_id: str | None = None, block_ids: bool = False) -> list[Any]:
+        return self.done(self.core.on_ledger(b"c", LedgerRequest(label, worker_id, block_ids), self.now))
 
     def report(self, worker_id: str, number: int = 1, *entries: LedgerEntry) -> list[Any]:
         return self.send(worker_id, LedgerReport(worker_id, number, 64, 60, 0, entries, len(entries)))
@@ -105,6 +118,40 @@ def test_a_worker_that_starts_anew_meanwhile_does_not_hold_up_the_answer() -> No
     s.report("p0")
     s.join(worker("d0", life=2))
     assert states(ledger_in(s.wait(2.0, beating=("p0", "d0")))) == {"p0": "ready", "d0": "lost"}
+
+
+def test_reports_share_the_room_of_one_message_and_what_is_left_out_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    s = Asking("p0", "d0", "d1")
+    s.lose("d1")
+    few, many = replace(entry_of(s), block_ids=(1, 2)), replace(entry_of(s), blocks=7, block_ids=(3, 4, 5, 6, 7, 8))
+
+    def asked(block_ids: bool = True) -> ClusterLedger:
+        number = s.ask(block_ids=block_ids)[0][1].number
+        s.report("p0", number, few)
+        return ledger_in(s.report("d0", number, many, few, few))
+
+    def shown(ledger: ClusterLedger) -> list[list[int]]:
+        return [[len(e.block_ids) for e in w.report.entries] for w in ledger.workers if w.report is not None]
+
+    assert (shown(whole := asked()), whole.num_block_ids_left_out) == ([[2], [6, 2, 2]], 1), "its report had no room"
+    assert asked(block_ids=False).num_block_ids_left_out == 0, "none were asked for"
+    monkeypatch.setattr("router.ledger.MAX_CLUSTER_BLOCK_IDS", 11)
+    assert (shown(cut := asked()), cut.num_block_ids_left_out) == ([[2], [3, 0, 0]], 8)
+    monkeypatch.setattr("router.ledger.MAX_CLUSTER_ENTRIES", 3)
+    assert (shown(cut := asked()), cut.workers[1].unknown) == ([[2], [6]], (0,))
+    assert cut.workers[1].report is not None and cut.workers[1].report.num_entries == 3
+
+
+def test_a_ledger_of_many_workers_fits_a_message() -> None:
+    ids = tuple(range(1 << 40, (1 << 40) + MAX_BLOCK_IDS))
+    entries = (LedgerEntry("ab" * 16, 1, 0, HoldReason.DECODE, MAX_BLOCK_IDS, 0.5, 1.5, 0, "decode-0", "i" * 16),)
+    report = LedgerReport("w", 1, 64, 60, 0, (replace(entries[0], block_ids=ids), *(entries * (MAX_ENTRIES - 1))))
+    workers = [WorkerLedger(f"w{i}", "both", "i", "ready", 0.5, report) for i in range(250)]
+    ledger = ClusterLedger("l", "baton", within_limits(workers), (), 0)
+    codec: Codec[Any] = Codec(ToClient)
+    assert MAX_MESSAGE_BYTES / 4 < len(codec.encode(ledger)) < MAX_MESSAGE_BYTES
 
 
 def test_questions_are_bounded() -> None:

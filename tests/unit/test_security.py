@@ -119,7 +119,8 @@ def test_a_local_cluster_warns(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     cluster = LocalCluster.__new__(LocalCluster)
     with pytest.raises(InterruptedError):
         cluster.__init__(parse_config({"launcher": "local", "router": {"host": "0.0.0.0"}}))  # type: ignore[misc]
-    assert any("whoever reaches these ports" in warning for warning in cluster.warnings)
+    assert len(cluster.warnings) == 1 and "whoever reaches these ports" in cluster.warnings[0]
+    assert not caplog.records, "whoever starts the cluster shows its warnings; nobody says them twice"
 
 
 @pytest.mark.parametrize("scheme", ["gloo", "nccl", "nixl"])

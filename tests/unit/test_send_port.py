@@ -355,7 +355,8 @@ def test_lease_with_unsent_blocks_drops_the_link_first() -> None:
     rig.committed()
     actions = run_out(rig, LEASE)
     kinds = [type(a) for a in actions if not (isinstance(a, ToPeer) and isinstance(a.message, Commit))]
-    assert kinds == [ToPeer, CancelTransfer, ToRouter, DropLink, ConnectPeer]
+    assert kinds == [ToPeer, CancelTransfer, ToRouter, DropLink]
+    assert run_out(rig, LEASE + 1) == [ConnectPeer(worker_info())], "nobody needs a link now"
     assert said(actions, AttemptFailed)[0].code == "transfer"
     assert rig.engine.releases == []
     rig.sent(0, 1, 2)
@@ -378,7 +379,7 @@ def test_ended_but_never_sent_drops_the_link_after_a_lease() -> None:
     rig = Rig()
     rig.committed()
     rig.hear(Ack(T1))
-    assert [type(a) for a in run_out(rig, LEASE)] == [DropLink, ConnectPeer]
+    assert [type(a) for a in run_out(rig, LEASE + 1)] == [DropLink, ConnectPeer]
     assert rig.port.next_deadline() is None
     rig.sent(0, 1, 2)
     assert rig.engine.releases == [key_of(1)]
@@ -504,6 +505,50 @@ def test_a_link_that_is_lost_after_its_peer_gets_no_new_one() -> None:
     rig.committed()
     rig.port.on_peers((), 1.0)
     assert rig.port.on_link_lost("D1", "reset", 1.0) == []
+
+
+def reconnected_after(rig: Rig) -> float:
+    """Lose the link, let time pass until it is made anew; how many seconds that took."""
+    lost_at = rig.now
+    actions = rig.port.on_link_lost("D1", "reset", lost_at)
+    assert actions[0] == DropLink("D1")
+    while ConnectPeer(worker_info()) not in actions:
+        deadline = rig.port.next_deadline()
+        assert deadline is not None and deadline > rig.now, "a link that nobody needs must not spin"
+        actions += rig.at(deadline)
+    return rig.now - lost_at
+
+
+@pytest.mark.parametrize("is_waiting", [False, True], ids=["idle", "an offer waits"])
+def test_a_link_that_nobody_needs_is_made_anew_after_growing_waits(is_waiting: bool) -> None:
+    """Else a peer that accepts and closes, again and again, would keep this worker busy."""
+    rig = Rig()
+    if is_waiting:
+        rig.offer(2)
+    waits = [reconnected_after(rig) for _ in range(9)]
+    assert waits == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0])
+    rig.committed(1)
+    assert said(rig.hear(Ack(T1)), HandoffDone)
+    rig.sent(0, 1, 2)
+    assert reconnected_after(rig) == pytest.approx(0.1), "a hand-over went well"
+
+
+def test_a_link_that_is_needed_is_made_before_blocks_are_shipped() -> None:
+    rig = Rig()
+    rig.offer()
+    actions = rig.port.on_link_lost("D1", "reset", 0.0)
+    assert [m.transfer for m in said(actions, Offer)] == [T1], "decode must hear that it goes on"
+    rig.hear(Accept(T1))
+    actions = rig.compute()
+    assert [type(a) for a in actions] == [ConnectPeer, ShipBlocks]
+    assert not [a for a in run_out(rig, 1.0) if isinstance(a, ConnectPeer)], "it has been made"
+
+
+def test_a_peer_that_is_lost_while_its_link_is_down_is_not_connected_again() -> None:
+    rig = Rig()
+    rig.port.on_link_lost("D1", "reset", 0.0)
+    rig.port.on_peers((), 0.05)
+    assert rig.port.next_deadline() is None
 
 
 def test_a_restored_control_connection_asks_again() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -17,10 +18,22 @@ from baton.engine.kv_cache import KVCache
 from baton.errors import ConfigError
 from baton.host_memory import HostMemory, map_read_only
 from baton.layout import KVLayout
+from baton.wire import Count
 from kv_transfer import shared_pool, shm_link
 from kv_transfer.base import LinkLost, Received, Sent
-from kv_transfer.shared_pool import BorrowedPool, Fetch, LentPool, OwnMemory
-from kv_transfer.shm_link import EXPORT, FINISHED, Export, Finished, ToTarget
+from kv_transfer.pull_messages import EXPORT, FINISHED, Export, Finished
+from kv_transfer.shared_pool import (
+    EPOCHS,
+    LENDINGS,
+    MAX_SHARED_BLOCKS,
+    BorrowedPool,
+    Fetch,
+    LentPool,
+    OwnMemory,
+    block_of,
+    epoch_of,
+)
+from kv_transfer.shm_link import ToTarget
 from kv_transfer.shm_transport import ShmTransport
 from tests.fakes_transfer import FakePool, drive, transfer_of, watched
 
@@ -39,7 +52,7 @@ class Pair:
 
     def open(self, pool: FakePool) -> Any:
         transport = watched(ShmTransport())
-        transport.register(pool)
+        transport.register(pool, incarnation="P1")
         return transport
 
     def move(self, number: int, *blocks: int) -> None:
@@ -100,7 +113,38 @@ def test_a_ref_reads_nothing_after_its_block_was_given_back() -> None:
     assert lent.num_lent() == 1
 
 
-@pytest.mark.parametrize("ref", [4, 7, 1 << 32, 1 << 33 | 2, 1 << 62, (1 << 63) - 1])
+def test_no_two_lendings_have_the_same_ref() -> None:
+    """Else a target takes a block that was lent anew over a new link for one that it has fetched, and says nothing."""
+    lent = LentPool(FakePool(4, 64))
+    elsewhere = lent.lend(2)
+    refs = {elsewhere}
+    for count in range(2, 100):
+        refs.add(lent.lend(2))
+        lent.give_back(2)
+        assert len(refs) == count, "its epoch has not moved, as another transfer lends it still"
+    assert {block_of(ref) for ref in refs} == {2}
+    assert {epoch_of(ref) for ref in refs} == {0}
+
+
+def test_refs_fit_a_message_however_often_blocks_were_lent() -> None:
+    pool, target = FakePool(2, 64), FakePool(2, 64)
+    pool.fill(1)
+    lent = LentPool(pool)
+    lent.table.array.view(np.uint64)[1] = EPOCHS - 1
+    for _ in range(LENDINGS - 1):
+        lent.lend(0)
+        ref = lent.lend(1)
+    assert ref == msgspec.convert(ref, Count) == (1 << 63) - MAX_SHARED_BLOCKS + 1
+    assert (block_of(ref), epoch_of(ref)) == (1, EPOCHS - 1)
+    memory = OwnMemory(target.host_memory.array, None)
+    assert BorrowedPool(lent.fds, 2, 64).copy([Fetch(3, ref, 0), Fetch(4, lent.lend(1), 1)], memory) == [3, 4]
+    np.testing.assert_array_equal(target.memory, pool.memory[[1, 1]])
+
+
+NEXT_EPOCH = MAX_SHARED_BLOCKS * LENDINGS
+
+
+@pytest.mark.parametrize("ref", [4, 7, NEXT_EPOCH, 2 * NEXT_EPOCH | 2, 1 << 62, (1 << 63) - 1])
 def test_made_up_refs_read_nothing(ref: int) -> None:
     lent, target = LentPool(FakePool(4, 64)), FakePool(4, 64)
     target.fill(2)
@@ -154,7 +198,7 @@ def test_refs_that_are_void_are_dropped_and_counted_and_end_no_lending(pair: Pai
     pair.wait(1, 1)
     refs = pair.p.ship("D1", transfer_of(2), [(0, 1), (1, 2), (2, 3)])
     before = pair.target.memory.copy()
-    pair.d.receive("P1", transfer_of(2), (refs[0] + (1 << 32), 8, refs[2]), [(0, 4), (1, 5), (2, 6)])
+    pair.d.receive("P1", transfer_of(2), (refs[0] + NEXT_EPOCH, 8, refs[2]), [(0, 4), (1, 5), (2, 6)])
     drive([pair.p, pair.d], lambda: pair.sent(2) == [2] and pair.d.stats.num_dropped == 2)
     assert pair.received(2) == [2]
     pair.p.cancel(transfer_of(2))

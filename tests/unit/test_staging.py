@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,9 +12,11 @@ import pytest
 import torch
 import zmq
 
+from baton.config import parse_config
 from baton.engine import staging
 from baton.engine.kv_cache import KVCache
 from baton.engine.staging import StagedBlocks
+from baton.errors import ConfigError
 from baton.layout import KVLayout
 from baton.ports import (
     BlocksReceived,
@@ -23,6 +27,8 @@ from baton.ports import (
     ReceiveBlocks,
     ShipBlocks,
 )
+from baton_cluster.build import build_worker
+from baton_cluster.specs import worker_specs
 from kv_transfer import links
 from kv_transfer.base import BlockMemory, StagedMemory
 from kv_transfer.checksum import block_checksum
@@ -188,3 +194,18 @@ def test_after_a_cancel_the_pool_is_not_written(pair: Pair) -> None:
     pair.until(lambda: len(pair.received()) == 1)
     assert not pair.target.block(6).any()
     assert pair.memories["D1"]._open == {}
+
+
+def test_faults_over_a_staged_pool_are_refused() -> None:
+    """A block that is told late would be stored when its host copy is gone."""
+    config = parse_config({"transfer": {"transport": "faulty+zmq+tcp?delay=0.5"}})
+    built: Any = SimpleNamespace(device="cuda", kv_cache=pool())
+    with zmq.Context() as context, pytest.raises(ConfigError, match=r"transfer\.transport.*GPU"):
+        build_worker(
+            config,
+            worker_specs(config)[0],
+            built,
+            router_address="tcp://127.0.0.1:1",
+            context=context,
+            transport="faulty+zmq+tcp://127.0.0.1?delay=0.5",
+        )

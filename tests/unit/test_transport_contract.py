@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from baton.codec import Codec
 from baton.errors import ConfigError
 from baton.protocol import TransferId
 from kv_transfer import nixl_agent
+from kv_transfer.accepting import PAUSE_S
 from kv_transfer.base import KVTransport, LinkLost, Received, Sent
 from kv_transfer.registry import open_transport, resolve_transport
 from kv_transfer.zmq_transport import DataHeader
@@ -22,7 +25,8 @@ from tests.fakes_transfer import FakePool, drive, transfer_of
 
 PUSHING = ["inproc", "zmq+tcp", "zmq+ipc", "gloo"]
 NIXL = pytest.param("nixl", marks=pytest.mark.skipif(not nixl_agent.is_installed(), reason="NIXL is not installed"))
-SCHEMES = [*PUSHING, "shm", "cuda-ipc", NIXL]
+PULLING = ["shm", "cuda-ipc", NIXL]
+SCHEMES = [*PUSHING, *PULLING]
 BLOCK = 96 << 10
 
 
@@ -182,6 +186,24 @@ def test_a_stalled_receiver_that_reads_again_gets_everything(scheme: str) -> Non
         np.testing.assert_array_equal(pair.source.memory, pair.target.memory)
 
 
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme not in PUSHING])
+def test_what_is_lent_anew_has_another_ref_while_others_lend_it(scheme: str) -> None:
+    pair = Pair(scheme)
+    with contextlib.closing(pair), contextlib.closing(pair.open(FakePool(8, BLOCK))) as other:
+        pair.warm()
+        pair.p.connect("D2", other.address)
+        drive([pair.p, other], lambda: len(pair.p.ship("D2", transfer_of(9), [(0, 1)])) == 1)
+        (first,) = pair.p.ship("D1", transfer_of(1), [(0, 1)])
+        pair.p.disconnect("D1")
+        pair.p.connect("D1", pair.d.address)
+        pair.warm()
+        (second,) = pair.p.ship("D1", transfer_of(1), [(0, 1)])
+        assert first != second, "decode tells a block to fetch again from a message that it hears again by the ref"
+        pair.d.receive("P1", transfer_of(1), (second,), [(0, 5)])
+        drive([pair.p, pair.d], lambda: (1, 0) in pair.received())
+        np.testing.assert_array_equal(pair.target.block(5), pair.source.block(1))
+
+
 def test_reconnect_after_disconnect(pair: Pair) -> None:
     pair.warm()
     pair.p.disconnect("D1")
@@ -212,10 +234,11 @@ def test_loss_of_the_sender_is_told(pair: Pair) -> None:
     drive([pair.d], lambda: pair.lost(pair.d) == ["P1"])
 
 
-def test_a_link_that_was_never_up_is_not_lost(pair: Pair) -> None:
+@contextlib.contextmanager
+def address_of_nobody(scheme: str) -> Iterator[str]:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        address = {
+        yield {
             "inproc": "inproc://nobody",
             "shm": "shm://nobody",
             "cuda-ipc": "cuda-ipc://nobody",
@@ -223,13 +246,163 @@ def test_a_link_that_was_never_up_is_not_lost(pair: Pair) -> None:
             "zmq+tcp": f"zmq+tcp://127.0.0.1:{unused.getsockname()[1]}",
             "zmq+ipc": "zmq+ipc:///nonexistent/blocks",
             "gloo": f"gloo://127.0.0.1:{unused.getsockname()[1]}",
-        }[pair.scheme]
+        }[scheme]
+
+
+def test_a_link_that_was_never_up_is_not_lost_while_nothing_is_shipped_over_it(pair: Pair) -> None:
+    with address_of_nobody(pair.scheme) as address:
         pair.p.connect("D2", address)
         pair.warm()
+        pair.p.ship("D2", transfer_of(1, target="D2"), [])
+        pair.p.disconnect("D2")
+        pair.warm()
         assert pair.lost(pair.p) == []
+
+
+@pytest.mark.parametrize("scheme", ["zmq+tcp", "zmq+ipc"])
+def test_zmq_keeps_blocks_for_a_link_that_is_not_up_yet(scheme: str) -> None:
+    pair = Pair(scheme)
+    with contextlib.closing(pair), address_of_nobody(scheme) as address:
+        pair.p.connect("D2", address)
+        pair.p.ship("D2", transfer_of(1, target="D2"), [(0, 0)])
+        pair.warm()
+        assert (1, 0) not in pair.sent()
+        pair.p.disconnect("D2")
+        drive([pair.p], lambda: (1, 0) in pair.sent())
+        assert pair.lost(pair.p) == []
+
+
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme not in ("zmq+tcp", "zmq+ipc")])
+def test_blocks_for_a_link_that_could_not_be_made_are_not_sent_without_a_word(scheme: str) -> None:
+    """Else their owner takes them for sent, and for the other end's to wait for."""
+    pair = Pair(scheme)
+    with contextlib.closing(pair), address_of_nobody(scheme) as address:
+        for attempt in (1, 2):
+            pair.p.seen.clear()
+            pair.p.connect("D2", address)
+            for index in (0, 1):
+                pair.p.ship("D2", transfer_of(1, target="D2"), [(index, index)])
+            drive([pair.p], lambda: {(1, 0), (1, 1)} <= pair.sent())
+            assert pair.lost(pair.p) == ["D2"], "each link is lost once"
+            assert isinstance(pair.p.seen[0], LinkLost), f"before the blocks are Sent, at attempt {attempt}"
+            pair.p.disconnect("D2")
+        pair.p.seen.clear()
+        pair.p.connect("D2", pair.d.address)  # it listens now
+        pair.move(transfer_of(2), [(0, 1)], [(0, 1)], to=("D2", pair.d))
+        drive([pair.p, pair.d], lambda: (2, 0) in pair.received() and (2, 0) in pair.sent())
+        assert pair.lost(pair.p) == []
+
+
+@pytest.mark.parametrize("scheme", ["gloo", NIXL])
+@pytest.mark.parametrize("when", ["queued", "shipped later"])
+def test_blocks_for_a_link_that_fails_before_it_is_up_are_not_sent_without_a_word(scheme: str, when: str) -> None:
+    pair = Pair(scheme)
+    with contextlib.closing(pair), socket.create_server(("127.0.0.1", 0)) as mute:
+        pair.warm()
+        pair.p.seen.clear()
+        pair.p.connect("D2", f"{scheme}://127.0.0.1:{mute.getsockname()[1]}")
+        transfer = transfer_of(1, target="D2")
+        connection, _ = mute.accept()
+        if when == "queued":
+            pair.p.ship("D2", transfer, [(0, 0)])
+            connection.close()
+        else:
+            connection.close()
+            pair.warm()
+            pair.p.seen.clear()
+            pair.p.ship("D2", transfer, [(0, 0)])
+        drive([pair.p], lambda: (1, 0) in pair.sent())
+        told = [e for e in pair.p.seen if isinstance(e, LinkLost) or e.transfer == transfer]
+        assert [type(e) for e in told] == [LinkLost, Sent]
+        assert pair.lost(pair.p) == ["D2"]
+
+
+def test_a_link_that_was_torn_down_is_not_lost_later(pair: Pair) -> None:
+    """What its owner has not heard yet would cost the link that took its place."""
+    pair.warm()
+    pair.d.close()
+    pair.p.disconnect("D1")
+    successor = pair.open(pair.target)
+    with contextlib.closing(successor):
+        pair.p.connect("D1", successor.address)
+        pair.move(transfer_of(2), [(0, 0)], [(0, 0)], to=("D1", successor))
+        drive([pair.p, successor], lambda: (2, 0) in pair.sent() and len(successor.seen) == 1)
+        assert pair.lost(pair.p) == []
+
+
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme not in ("zmq+tcp", "zmq+ipc")])
+def test_a_link_whose_loss_was_not_heard_of_is_not_lost_after_it_was_torn_down(scheme: str) -> None:
+    pair = Pair(scheme)
+    with contextlib.closing(pair), address_of_nobody(scheme) as address:
+        pair.p.connect("D2", address)
         pair.p.ship("D2", transfer_of(1, target="D2"), [(0, 0)])
         pair.p.disconnect("D2")
         drive([pair.p], lambda: (1, 0) in pair.sent())
+        pair.warm()
+        assert pair.lost(pair.p) == []
+
+
+def known(target: Any) -> list[str]:
+    """Sources whose pool can be read."""
+    return [link.peer for link in target._sources if link.pool is not None]
+
+
+@pytest.mark.parametrize("scheme", PULLING)
+def test_links_that_are_idle_do_not_push_each_other_out(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source says who it is when it connects, so it is no stranger, and is ready before the first request."""
+    monkeypatch.setattr("kv_transfer.pull_transport.MAX_STRANGERS", 1)
+    pair = Pair(scheme)
+    with contextlib.closing(pair), contextlib.ExitStack() as stack:
+        sources: list[Any] = []
+        drive([pair.p, pair.d], lambda: known(pair.d) == ["P1"])
+        for number in (2, 3, 4):
+            sources.append(open_end(scheme, pair.source, f"P{number}"))
+            stack.enter_context(contextlib.closing(sources[-1]))
+            sources[-1].connect("D1", pair.d.address)
+            drive([pair.d, *sources], lambda: len(known(pair.d)) == 1 + len(sources))
+        assert known(pair.d) == ["P1", "P2", "P3", "P4"]
+        assert not pair.lost(pair.d)
+        for number, source in enumerate(sources, 2):
+            transfer = transfer_of(number, source=f"P{number}")
+            refs = source.ship("D1", transfer, [(0, number)])
+            pair.d.receive(f"P{number}", transfer, refs, [(0, number)])
+            drive([pair.d, source], lambda: len(pair.received()) == number - 1)  # noqa: B023
+        np.testing.assert_array_equal(pair.target.memory[2:5], pair.source.memory[2:5])
+
+
+class Exhausted:
+    """A listening socket of a process that has no file descriptor left."""
+
+    def __init__(self, sock: socket.socket):
+        self._sock = sock
+        self.num_asked = 0
+
+    def accept(self) -> Any:
+        self.num_asked += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
+
+
+@pytest.mark.parametrize("scheme", ["gloo", *PULLING])
+def test_without_file_descriptors_nothing_spins_and_callers_wait(scheme: str, caplog: pytest.LogCaptureFixture) -> None:
+    pair = Pair(scheme)
+    with contextlib.closing(pair):
+        listener: Any = pair.d._listener  # type: ignore[attr-defined]
+        real = listener.sock
+        listener.sock = full = Exhausted(real)
+        for count in range(1, 101):
+            pair.d.completions()
+            assert full.num_asked == count, "once each time"
+            assert full not in pair.d.pollables(), "it stays readable"
+            assert pair.d.next_deadline(7.0) == pair.d.next_deadline(7.1) == 7.0 + PAUSE_S
+        assert len([r for r in caplog.records if "Too many open files" in r.getMessage()]) == 10
+        listener.sock = real
+        pair.d.completions()
+        assert real in pair.d.pollables()
+        assert pair.d.next_deadline(8.0) is None
+        pair.warm()
 
 
 def test_close_is_final_and_may_repeat(pair: Pair) -> None:

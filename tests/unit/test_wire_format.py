@@ -47,10 +47,8 @@ def moved(wire: list[Array], size: int, num_tokens: int, first: int, sent: int, 
     for index in range(sent, len(wire)) if heads is not None else ():
         assert heads is not None
         parts = pieces(index, wire_size, size, num_tokens, first)
-        reslice(wire[index], {part.place: local[part.place] for part in parts}, parts, heads)
-        rest = padding(index, wire_size, size, num_tokens)
-        if parts and rest is not None:
-            local[rest[0]][:, :, heads[1], rest[1]] = 0
+        rest = padding(index, wire_size, size, num_tokens) if parts else None
+        reslice(wire[index], dict(enumerate(local)), parts, rest, heads)
     return local
 
 
