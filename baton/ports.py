@@ -145,6 +145,8 @@ class DataLinkLost(msgspec.Struct, frozen=True):
 
     peer: str
     reason: str
+    incoming: bool
+    """True: `peer` shipped over it; False: this worker did."""
 
 
 class ControlRestored(msgspec.Struct, frozen=True):

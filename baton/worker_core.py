@@ -92,9 +92,9 @@ class WorkerCore:
                 actions = receive.on_received(transfer, checksums, now)
             case ControlRestored(peer) if send:
                 actions = send.on_control_restored(peer, now)
-            case DataLinkLost(peer, reason):
-                for port in (send, receive):
-                    actions = actions + (port.on_link_lost(peer, reason, now) if port else [])
+            case DataLinkLost(peer, reason, incoming):
+                port = receive if incoming else send
+                actions = port.on_link_lost(peer, reason, now) if port else []
         return self._after(actions, now)
 
     def on_router_lost(self, now: float) -> list[Action]:

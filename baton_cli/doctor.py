@@ -138,6 +138,8 @@ def _orphans(ledger: ClusterLedger) -> frozenset[Owner]:
         entries = () if worker.report is None else worker.report.entries
         for entry in (entries[index] for index in worker.unknown):
             ends = entry.deadline_s is not None and entry.deadline_s > 0
+            if entry.reason is HoldReason.IN_STEP:
+                continue  # cancelled: its blocks go when the step ends; a step that does not end is told apart
             if not (ends and entry.reason in (HoldReason.AWAITING_ACK, HoldReason.IN_TRANSPORT)):
                 found.add(_owner(worker, entry))
     return frozenset(found)

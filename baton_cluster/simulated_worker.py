@@ -153,8 +153,9 @@ class SimulatedWorker:
 
     def on_disconnected(self, peer: str) -> None:
         """The other side's process has ended."""
-        if peer in self._links or peer in self._senders:
-            self.on_peer_event(DataLinkLost(peer, "the connection was lost"))
+        for incoming, peers in ((False, self._links), (True, self._senders)):
+            if peer in peers:
+                self.on_peer_event(DataLinkLost(peer, "the connection was lost", incoming))
 
     def kill(self) -> None:
         """Its life is over at once: nothing is done, said or heard any more."""

@@ -133,10 +133,12 @@ class Received(msgspec.Struct, frozen=True):
 
 
 class LinkLost(msgspec.Struct, frozen=True):
-    """The data link to `peer` is gone; transfers on it will not complete."""
+    """The data link to `peer`, or from it, is gone; transfers on it will not complete."""
 
     peer: str
     reason: str
+    incoming: bool = False
+    """True: `peer` shipped over it."""
 
 
 Completion = Sent | Received | LinkLost

@@ -320,7 +320,7 @@ class FaultyTransport:
         if self._strikes("truncate"):
             self._damage(block, zero=True)
         if self._strikes("cut"):
-            self._tell(LinkLost(transfer.source, "it was cut on purpose"))
+            self._tell(LinkLost(transfer.source, "it was cut on purpose", incoming=True))
         for _ in range(1 + self._strikes("duplicate")):
             if (when := self._when()) is None:
                 self._received(transfer, index)

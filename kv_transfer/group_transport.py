@@ -196,7 +196,7 @@ class GroupTransport:
                 case Lost(OutgoingLink() as link) if self._outgoing.get(link.peer) is not link:
                     pass  # it was torn down meanwhile
                 case Lost(link, reason):
-                    completions.append(LinkLost(link.peer, reason))
+                    completions.append(LinkLost(link.peer, reason, incoming=isinstance(link, IncomingLink)))
                 case Ended(link):
                     link.thread.join()
                     self._links.discard(link)

@@ -239,7 +239,7 @@ class InprocTransport:
             incarnation = self._senders.pop(sender, "")
         self._withdraw(sender, None)
         if incarnation:
-            self._report(LinkLost(incarnation, reason))
+            self._report(LinkLost(incarnation, reason, incoming=True))
 
     def _receiver_gone(self, receiver: InprocTransport) -> None:
         with self._lock:

@@ -323,8 +323,8 @@ class ZmqPeerLinks:
                         if not blocks:
                             del self._receiving[transfer]
                             self._landings.pop(transfer, None)
-                case LinkLost(peer, reason):
-                    events.append(DataLinkLost(peer, reason))
+                case LinkLost(peer, reason, incoming):
+                    events.append(DataLinkLost(peer, reason, incoming))
         if self._staged is not None:
             self._staged.close_views()
 

@@ -367,7 +367,7 @@ class PullTransport:
             link.pool.close()
             link.pool = None
         if link.peer:
-            self._report(LinkLost(link.peer, f"its link was lost: {reason}"))
+            self._report(LinkLost(link.peer, f"its link was lost: {reason}", incoming=True))
 
     # --- owner ------------------------------------------------------------------------------------
 

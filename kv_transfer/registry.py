@@ -83,7 +83,10 @@ def resolve_transport(
     address at which peers reach this machine.
     """
     if name.startswith(FAULTY):
+        from kv_transfer.faulty_transport import read_plan
+
         inner, _, query = name.removeprefix(FAULTY).partition("?")
+        read_plan(query)  # a mistake is told before any worker starts
         inner = resolve_transport(
             inner.removesuffix("://"), one_process=one_process, can_share=can_share, encodes=encodes, host=host
         )

@@ -367,7 +367,7 @@ class ZmqTransport:
             if event == zmq.EVENT_ACCEPTED:
                 self._peer_of_fd[fd] = ""
             elif event == zmq.EVENT_DISCONNECTED and (peer := self._peer_of_fd.pop(fd, "")):
-                news.append(LinkLost(peer, "its connection was lost"))
+                news.append(LinkLost(peer, "its connection was lost", incoming=True))
 
     def _note_peer(self, frame: Any, peer: str, news: list[Completion]) -> None:
         """Which connection is whose, so that its loss can be told. A connection's number may be used again."""

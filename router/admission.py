@@ -115,6 +115,12 @@ def check_size(num_prompt: int, max_tokens: int, *, view: ClusterView, policy: P
             field=field,
         )
     blocks = -(-total // capacity.block_size)
+    if blocks <= capacity.blocks:
+        raise RequestTooLargeError(
+            f"prompt of {num_prompt} tokens fits no prefill worker's KV pool, though {capacity.blocks} blocks of "
+            f"{capacity.block_size} tokens could decode it; shorten it, or raise kv_blocks of the prefill pool",
+            field="prompt",
+        )
     raise RequestTooLargeError(
         f"{asked} need {blocks} KV blocks of {capacity.block_size} tokens; the largest pool has {capacity.blocks}; "
         f"shorten the request, or raise kv_blocks of the pools",

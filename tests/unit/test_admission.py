@@ -66,6 +66,13 @@ def test_an_empty_prompt_is_invalid() -> None:
         try_admit(0, 5, view_of(worker("b0")))
 
 
+def test_a_prompt_that_only_the_prefill_pool_is_too_small_for_says_so() -> None:
+    small = worker("p0", num_blocks=2)
+    with pytest.raises(RequestTooLargeError, match="fits no prefill worker's KV pool") as e:
+        try_admit(100, 20, view_of(small, worker("d0")))
+    assert e.value.field == "prompt"
+
+
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "field"), [(190, 11, "max_tokens"), (200, 1, "prompt"), (500, 1, "prompt")]
 )

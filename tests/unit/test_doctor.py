@@ -93,6 +93,10 @@ def test_a_transfer_of_an_ended_request_has_until_its_lease(monkeypatch: pytest.
     assert not is_well(monkeypatch, ledger_of(part(entry(HoldReason.RESERVED, 20.0), unknown=(0,))))
 
 
+def test_a_cancelled_request_whose_step_still_runs_is_no_orphan(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_well(monkeypatch, ledger_of(part(entry(HoldReason.IN_STEP), unknown=(0,))))
+
+
 def test_block_ids_that_were_left_out_are_said() -> None:
     ledger = replace(ledger_of(part(entry(block_ids=(1,))), part()), num_block_ids_left_out=2)
     said = [part for part in doctor_view(diagnose(ledger, frozenset())) if isinstance(part, str)]

@@ -218,6 +218,7 @@ def test_loss_of_the_receiver_is_told_and_sent_follows(pair: Pair) -> None:
     pair.warm()
     pair.d.close()
     drive([pair.p], lambda: pair.lost(pair.p) == ["D1"])
+    assert not any(e.incoming for e in pair.p.seen if isinstance(e, LinkLost))
     pair.p.ship("D1", transfer_of(1), [(0, 0)])
     pair.p.disconnect("D1")
     drive([pair.p], lambda: (1, 0) in pair.sent())
@@ -232,6 +233,7 @@ def test_loss_of_the_sender_is_told(pair: Pair) -> None:
     pair.warm()
     pair.p.close()
     drive([pair.d], lambda: pair.lost(pair.d) == ["P1"])
+    assert all(e.incoming for e in pair.d.seen if isinstance(e, LinkLost))
 
 
 @contextlib.contextmanager
