@@ -149,7 +149,8 @@ def _problems(worker: WorkerLedger, orphans: frozenset[Owner]) -> Iterator[str]:
     report, name = worker.report, worker.worker_id
     if report is None:
         if worker.state == "lost":
-            yield f"{name} is lost: it was last heard of {worker.seen_s_ago:.0f} s ago; see its log, or start it anew"
+            ago = f"{worker.seen_s_ago:.0f} s ago"
+            yield f"{name} is lost: last heard of {ago}. It is started again by itself; if it stays lost, see its log"
         else:
             yield f"{name} does not answer, although it was heard of {worker.seen_s_ago:.1f} s ago; see its log"
         return

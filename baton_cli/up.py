@@ -96,10 +96,18 @@ def _wait_ready(name: str, owner: subprocess.Popen[Any]) -> Any:
         if record is not None and record.pid == owner.pid:
             return record
         if owner.poll() is not None:
-            lines = log_file(name).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            said = next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1] if lines else "")
-            raise ClusterError(said.removeprefix("error: ") or f"its process ended with {owner.returncode}")
+            said = last_error(log_file(name).read_text(encoding="utf-8", errors="replace"))
+            raise ClusterError(said or f"its process ended with {owner.returncode}; see {log_file(name)}")
         time.sleep(0.1)  # the record is a file, and there is no portable way to wait for one
+
+
+def last_error(log: str) -> str:
+    """The last error that a process wrote, which may have been broken into lines; else its last line."""
+    lines = log.strip().splitlines()
+    starts = [i for i, line in enumerate(lines) if line.startswith("error: ")]
+    if not starts:
+        return lines[-1] if lines else ""
+    return " ".join(line.strip() for line in lines[starts[-1] :]).removeprefix("error: ")
 
 
 def _owner() -> None:

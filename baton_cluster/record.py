@@ -6,8 +6,10 @@ It holds the cluster's secret, so that other shells of its user can connect: fil
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -127,11 +129,28 @@ def _file(name: str) -> Path:
 
 
 def _read(name: str) -> ClusterRecord | None:
+    """Raises ClusterError for a record whose secret others can read. That of a process that is gone is removed."""
+    file = _file(name)
     try:
-        record = msgspec.json.decode(
-            _file(name).read_bytes(), type=ClusterRecord, dec_hook=lambda kind, text: kind(text)
-        )
-        alive = psutil.Process(record.pid).create_time() == record.pid_started
-    except (OSError, msgspec.DecodeError, ConfigError, psutil.NoSuchProcess):
+        record = msgspec.json.decode(file.read_bytes(), type=ClusterRecord, dec_hook=lambda kind, text: kind(text))
+        mode = stat.S_IMODE(file.stat().st_mode)
+    except (OSError, msgspec.DecodeError, ConfigError):
         return None
-    return record if alive else None
+    if not _is_alive(record):
+        with contextlib.suppress(OSError):
+            file.unlink()
+        return None
+    if record.secret is not None and mode & 0o077:
+        raise ClusterError(
+            f"{file} holds the secret of cluster {name}, and others may read it (mode {mode:o}): `chmod 600` it, and "
+            "change the secret if somebody may have done so"
+        )
+    return record
+
+
+def _is_alive(record: ClusterRecord) -> bool:
+    try:
+        owner = psutil.Process(record.pid)
+        return bool(owner.create_time() == record.pid_started and owner.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

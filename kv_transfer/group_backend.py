@@ -249,13 +249,16 @@ class NcclBackend:
         elif not torch.cuda.is_available():
             missing = "torch sees no GPU: check the driver and CUDA_VISIBLE_DEVICES"
         if missing:
-            raise ConfigError("transfer.transport", missing, value="nccl", allowed="auto, zmq+tcp, gloo")
+            raise ConfigError("transfer.transport", missing, value="nccl", allowed="auto, shm, zmq+tcp, gloo")
 
     def register(self, pool: BlockMemory, write: Write | None) -> None:
         """Raises ConfigError for a pool that is not on a GPU."""
         if not isinstance(pool, DeviceMemory) or pool.device.type != self._device_type:
             raise ConfigError(
-                "transfer.transport", "needs KV pools on GPUs", value="nccl", allowed="auto, zmq+tcp, gloo"
+                "transfer.transport",
+                "needs KV pools on GPUs",
+                value="nccl",
+                allowed="auto, shm, zmq+tcp, gloo",
             )
         self._pool = pool
         self.block_bytes = pool.block_bytes

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 HOW_TO_INSTALL = (
     "needs NVIDIA's NIXL: `pip install 'baton-serve[nixl]'` on a machine with CUDA, "
-    "`pip install --no-deps nixl nixl-cu12` without"
+    "`pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1` without"
 )
 SERVE_EVERY_US = 100_000
 """The serving thread's rounds where UCX forgets to wake it (NIXL's advice); it wakes at once else."""

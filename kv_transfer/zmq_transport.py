@@ -21,11 +21,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 import socket as sockets
 import tempfile
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -65,6 +67,8 @@ MAX_MESSAGES_PER_CALL = 256
 MAX_FRAME_BYTES = MAX_WIRE_BLOCK_BYTES
 """Neighbouring blocks are one frame up to `BYTES_PER_MESSAGE` only."""
 MAX_HEADER_BYTES = 64 << 10
+FOLDER_PREFIX = "baton-kv-"
+"""Of folders with a socket file, among the machine's temporary ones."""
 FIRST_CHECK_S, LAST_CHECK_S = 0.0005, 0.02
 """How soon to look for sent frames; doubles with each look in vain."""
 
@@ -100,6 +104,22 @@ def neighbours_joined(blocks: Sequence[npt.NDArray[np.uint8]]) -> list[npt.NDArr
 def _follows(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> bool:
     """Whether `other` begins where `one` ends, in the same memory."""
     return other.base is one.base is not None and other.ctypes.data == one.ctypes.data + one.nbytes
+
+
+def _remove_forsaken_folders() -> None:
+    """Of workers of this user that were killed: nobody listens at their sockets any more."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        file = folder / "blocks"
+        try:
+            if folder.stat().st_uid != os.getuid() or not file.is_socket():
+                continue  # another user's, or its owner is just about to listen
+            with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
+                probe.setblocking(False)
+                probe.connect(str(file))
+        except ConnectionRefusedError:
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            continue
 
 
 class _Flight:
@@ -196,8 +216,9 @@ class ZmqTransport:
 
     @classmethod
     def ipc(cls, **options: Any) -> ZmqTransport:
-        """Listen on a socket file in a folder of its own, which `close` removes."""
-        folder = tempfile.mkdtemp(prefix="baton-kv-")
+        """Listen on a socket file in a folder of its own, which `close` removes (of a killed worker, the next one)."""
+        _remove_forsaken_folders()
+        folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX)
         transport = cls(f"ipc://{folder}/blocks", **options)
         transport._folder = folder
         return transport

@@ -11,8 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from baton.config import RayConfig, parse_config
+from baton.config import RayConfig, Secret, parse_config
 from baton.errors import ClusterError, ConfigError
+from baton_cli.up import last_error
 from baton_cluster import record
 from baton_cluster.cores import assign_cores
 from baton_cluster.ray_cluster import RayCluster, _Slot
@@ -87,6 +88,21 @@ def test_ending_a_cluster_ends_its_process_and_forgets_it(
     assert not psutil.pid_exists(other_process.pid) or other_process.wait(5) is not None
     with pytest.raises(ClusterError):
         record.find_record("other")
+
+
+def test_a_record_with_a_secret_that_others_can_read_is_refused(runtime: Path) -> None:
+    record.write_record("mine", "tcp://x", None, secret=Secret("a secret of enough length"))
+    assert record.find_record("mine").secret is not None
+    (runtime / "mine.json").chmod(0o644)
+    with pytest.raises(ClusterError, match=r"others may read it \(mode 644\): `chmod 600`"):
+        record.find_record("mine")
+
+
+def test_the_last_error_of_a_log_is_told_whole() -> None:
+    log = "warning: first\nerror: an older one\nready\nerror: needs a package: `pip install\n  it` (or not)\n"
+    assert last_error(log) == "needs a package: `pip install it` (or not)"
+    assert last_error("Traceback\nValueError: no\n") == "ValueError: no"
+    assert last_error("") == ""
 
 
 def test_the_record_of_a_dead_process_counts_as_absent(runtime: Path, other_process: subprocess.Popen[bytes]) -> None:

@@ -62,7 +62,7 @@ def test_all_accounted_for_is_well(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 @pytest.mark.parametrize(
     ("worker", "problem"),
     [
-        (part(state="lost"), "p0 is lost: it was last heard of 3 s ago"),
+        (part(state="lost"), "p0 is lost: last heard of 3 s ago"),
         (part(state="silent"), "p0 does not answer"),
         (part(problem="a step has been running for 90 s"), "p0 is not healthy: a step has been running for 90 s"),
         (part(findings=(Finding("phantom", 1, "ab/1", "why", (4,)),)), "p0: 1 KV block phantom (4), ab/1: why"),

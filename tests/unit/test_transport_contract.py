@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
+import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -452,6 +454,24 @@ def test_registry_names_what_is_allowed() -> None:
     assert resolve_transport("zmq+ipc", one_process=False, can_share=True) == "zmq+ipc://"
     assert resolve_transport("auto", one_process=False, can_share=True, encodes=True) == "zmq+tcp://127.0.0.1"
     assert resolve_transport("auto", one_process=True, encodes=True) == "zmq+tcp://127.0.0.1"
+
+
+def test_zmq_removes_the_folders_of_killed_workers_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    forsaken, other = tmp_path / "baton-kv-forsaken", tmp_path / "baton-kv-about-to-listen"
+    forsaken.mkdir()
+    other.mkdir()
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(forsaken / "blocks"))  # its file stays when it is closed
+    living = open_transport("zmq+ipc")
+    with contextlib.closing(living), contextlib.closing(open_transport("zmq+ipc")) as second:
+        assert not forsaken.exists()
+        assert other.exists()
+        assert len(list(tmp_path.iterdir())) == 3, "the living one and the second have one each"
+        assert second.address != living.address
+    assert list(tmp_path.iterdir()) == [other]
 
 
 def test_zmq_says_why_it_cannot_listen() -> None:
