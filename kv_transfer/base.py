@@ -104,15 +104,6 @@ Write = Callable[[int, npt.NDArray[np.uint8]], None]
 """Copies the bytes of a block, wherever they are, into the block of this id; may look at them on the way."""
 
 
-def copying_into(pool: BlockMemory) -> Write:
-    """The `Write` that only copies. Runs without the GIL."""
-
-    def write(block_id: int, source: npt.NDArray[np.uint8]) -> None:
-        np.copyto(pool.block(block_id), source)
-
-    return write
-
-
 def nowhere(block_id: int, source: npt.NDArray[np.uint8]) -> None:
     """The `Write` of a transport without a pool."""
     raise AssertionError("receive before register")

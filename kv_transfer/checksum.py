@@ -13,7 +13,8 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from baton.engine.native.library import COPY_HASH_SHORTEST, copy_hash
+from baton.engine.native.library import COPY_HASH_SHORTEST, copy_hash, plain_copy
+from kv_transfer.base import BlockMemory, Write
 
 _MASK = (1 << 64) - 1
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -23,6 +24,34 @@ _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133
 def block_checksum(block: npt.NDArray[Any]) -> int:
     """xxh3_64 of the bytes of a contiguous array. Any value may come out, 0 included."""
     return xxhash.xxh3_64_intdigest(block.reshape(-1).view(np.uint8).data)
+
+
+def copy_bytes(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
+    """Copy all of `source` into `target`, contiguous bytes of the same size, without the GIL.
+
+    Where the native kernels were built, around the caches: KV blocks are as large as they are, and are read much later.
+    Raises ValueError if the sizes differ.
+    """
+    native = plain_copy()
+    if native is None:
+        np.copyto(target, source)
+        return
+    _require_same(target, source)
+    native(source.ctypes.data, target.ctypes.data, source.nbytes)
+
+
+def copying_into(pool: BlockMemory) -> Write:
+    """The `Write` that only copies."""
+
+    def write(block_id: int, source: npt.NDArray[np.uint8]) -> None:
+        copy_bytes(pool.block(block_id), source)
+
+    return write
+
+
+def _require_same(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
+    if target.nbytes != source.nbytes or not (target.flags.c_contiguous and source.flags.c_contiguous):
+        raise ValueError(f"{source.nbytes} bytes cannot be copied to {target.nbytes}, or not both are contiguous")
 
 
 def copy_block(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> int:
@@ -36,8 +65,7 @@ def copy_block(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> 
     if native is None or size < COPY_HASH_SHORTEST:
         np.copyto(target, source)
         return block_checksum(target)
-    if target.nbytes != size or not (target.flags.c_contiguous and source.flags.c_contiguous):
-        raise ValueError(f"{size} bytes cannot be copied to {target.nbytes}, or not both are contiguous")
+    _require_same(target, source)
     checksum: int = native(source.ctypes.data, target.ctypes.data, size)
     return checksum
 

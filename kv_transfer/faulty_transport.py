@@ -34,17 +34,8 @@ import msgspec
 
 from baton.errors import ConfigError
 from baton.protocol import TransferId
-from kv_transfer.base import (
-    BlockMemory,
-    Completion,
-    KVTransport,
-    LinkLost,
-    Received,
-    Sent,
-    Write,
-    copying_into,
-    nowhere,
-)
+from kv_transfer.base import BlockMemory, Completion, KVTransport, LinkLost, Received, Sent, Write, nowhere
+from kv_transfer.checksum import copying_into
 from kv_transfer.device_pool import is_on_device
 from kv_transfer.expected import TransportStats
 

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from baton.errors import ConfigError
-from kv_transfer.base import BlockMemory, DeviceMemory, Write, copying_into
+from kv_transfer.base import BlockMemory, DeviceMemory, Write
+from kv_transfer.checksum import copying_into
 from kv_transfer.device_pool import DeviceStream
 from kv_transfer.link_memory import NCCL_MESSAGE_BYTES
 

@@ -22,17 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.protocol import TransferId
-from kv_transfer.base import (
-    MAX_BYTES_PER_CALL,
-    BlockMemory,
-    Completion,
-    LinkLost,
-    Received,
-    Sent,
-    Write,
-    copying_into,
-    nowhere,
-)
+from kv_transfer.base import MAX_BYTES_PER_CALL, BlockMemory, Completion, LinkLost, Received, Sent, Write, nowhere
+from kv_transfer.checksum import copying_into
 from kv_transfer.expected import ExpectedBlocks, TransportStats
 
 MAX_BLOCKS_PER_SHIPMENT = 16

@@ -39,7 +39,8 @@ import numpy as np
 from baton.codec import Codec
 from baton.errors import ConfigError
 from baton.protocol import TransferId
-from kv_transfer.base import MAX_BYTES_PER_CALL, BlockMemory, DeviceMemory, Write, copying_into
+from kv_transfer.base import MAX_BYTES_PER_CALL, BlockMemory, DeviceMemory, Write
+from kv_transfer.checksum import copying_into
 from kv_transfer.device_pool import DeviceStream, base_address, is_on_device, wait_until_written
 from kv_transfer.link_memory import nixl_slots
 from kv_transfer.nixl_agent import NixlAgent, Region

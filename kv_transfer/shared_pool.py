@@ -34,6 +34,7 @@ import numpy.typing as npt
 
 from baton.host_memory import HostMemory, map_read_only
 from kv_transfer.base import BlockMemory, Write
+from kv_transfer.checksum import copy_bytes
 
 MAX_SHARED_BLOCKS = 1 << 28
 LENDINGS = 1 << 12
@@ -202,7 +203,7 @@ class BorrowedPool(BorrowedBlocks[OwnMemory]):
         size = self.block_bytes
         data = self._memory[source * size :][: count * size]
         if target.write is None:
-            np.copyto(target.array[block * size :][: count * size], data)  # without the GIL
+            copy_bytes(target.array[block * size :][: count * size], data)
             return
         for i in range(count):
             target.write(block + i, data[i * size :][:size])

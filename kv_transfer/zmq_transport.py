@@ -40,17 +40,8 @@ from baton.codec import Codec
 from baton.errors import ConfigError, ProtocolError
 from baton.protocol import TransferId
 from baton.security import Security, worth_saying
-from kv_transfer.base import (
-    MAX_BYTES_PER_CALL,
-    BlockMemory,
-    Completion,
-    LinkLost,
-    Received,
-    Sent,
-    Write,
-    copying_into,
-    nowhere,
-)
+from kv_transfer.base import MAX_BYTES_PER_CALL, BlockMemory, Completion, LinkLost, Received, Sent, Write, nowhere
+from kv_transfer.checksum import copying_into
 from kv_transfer.expected import ExpectedBlocks, TransportStats
 from kv_transfer.messages import BlockIndex
 from kv_transfer.wire_format import MAX_WIRE_BLOCK_BYTES

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import xxhash
 
-from baton.engine.native.library import COPY_HASH_SHORTEST, copy_hash
+from baton.engine.native.library import COPY_HASH_SHORTEST, copy_hash, plain_copy
 from kv_transfer import checksum
-from kv_transfer.checksum import block_checksum, copy_block
+from kv_transfer.checksum import block_checksum, copy_block, copy_bytes
 
 SIZES = [
     *range(COPY_HASH_SHORTEST - 2, COPY_HASH_SHORTEST + 70),
@@ -38,6 +38,22 @@ def test_copied_blocks(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
             expected = xxhash.xxh3_64_intdigest(source.tobytes())
             assert copy_block(inside, source) == expected == block_checksum(inside), size
             np.testing.assert_array_equal(inside, source)
+            assert not target[:shift].any()
+            assert not target[shift + size :].any(), "nothing is written behind the block"
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_copied_bytes(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if native and plain_copy() is None:
+        pytest.skip("the native kernels were not built")
+    if not native:
+        monkeypatch.setattr(checksum, "plain_copy", lambda: None)
+    noise = np.random.default_rng(1).integers(0, 256, max(SIZES) + 40, dtype=np.uint8)
+    for size in (0, 1, 31, 32, 63, 64, 65, *SIZES):
+        for shift in (0, 1, 31):
+            source, target = noise[shift:][:size], np.zeros(size + 65, dtype=np.uint8)
+            copy_bytes(target[shift:][:size], source)
+            np.testing.assert_array_equal(target[shift:][:size], source)
             assert not target[:shift].any()
             assert not target[shift + size :].any(), "nothing is written behind the block"
 

@@ -161,7 +161,9 @@ def test_reads_that_fail_end_the_link_and_every_block_is_sent(pair: Pair) -> Non
 
     pair.d._agent.is_done = failed
     drive([pair.p, pair.d], lambda: pair.sent(1) == [0] and len(pair.d.seen) > 1)
-    assert pair.d.seen[-1] == LinkLost("P1", "its link was lost: a read failed: NIXL_ERR_REMOTE_DISCONNECT")
+    assert pair.d.seen[-1] == LinkLost(
+        "P1", "its link was lost: a read failed: NIXL_ERR_REMOTE_DISCONNECT", incoming=True
+    )
     assert any(isinstance(e, LinkLost) and e.peer == "D1" for e in pair.p.seen)
     assert not pair.d._closing
 
@@ -329,7 +331,7 @@ def test_nixl_says_why_it_cannot_listen(pair: Pair) -> None:
 
 def test_a_machine_without_nixl_is_told_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
-    with pytest.raises(ConfigError, match=r"pip install --no-deps nixl nixl-cu12"):
+    with pytest.raises(ConfigError, match=r"pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"):
         open_transport("nixl")
 
 

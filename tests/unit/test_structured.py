@@ -208,7 +208,8 @@ def test_the_check_needs_neither_torch_nor_a_tokenizer() -> None:
     import sys
 
     program: Any = (
-        "import sys; from baton.engine.structured import check_structured; from baton.sampling_params import StructuredOutput;"
+        "import sys; from baton.engine.structured import check_structured;"
+        "from baton.sampling_params import StructuredOutput;"
         "check_structured(StructuredOutput('regex', 'a')); print({'torch', 'transformers'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -171,6 +171,17 @@ def copy_hash() -> Any:
 
 
 @functools.cache
+def plain_copy() -> Any:
+    """`baton_copy(source, target, size)`: a copy around the caches. Releases the GIL. None: it was not built."""
+    path = library_path()
+    function = None if path is None else getattr(_library(path), "baton_copy", None)
+    if function is not None:
+        function.argtypes = [c_void_p, c_void_p, c_int64]
+        function.restype = None
+    return function
+
+
+@functools.cache
 def kernels(instruction_set: str | None = None) -> Any:
     """The kernels of `instruction_set`, by default the fastest that this CPU has: a KernelsStruct, or None.
 
