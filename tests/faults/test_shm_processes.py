@@ -155,7 +155,9 @@ def test_a_pool_stays_readable_while_it_is_mapped_though_its_owner_is_dead() -> 
         expected.fill(7)
         np.testing.assert_array_equal(pool.memory, expected.memory)
         del link
-        drive([transport], lambda: transport.seen == [LinkLost("P1", "its link was lost: it was closed")])
+        drive(
+            [transport], lambda: transport.seen == [LinkLost("P1", "its link was lost: it was closed", incoming=True)]
+        )
 
 
 def test_a_target_killed_in_the_middle_of_traffic() -> None:
