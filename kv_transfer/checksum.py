@@ -6,15 +6,17 @@ Detects a block that was overwritten, truncated or mixed up; it is no defence ag
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import xxhash
 
 from baton.engine.native.library import COPY_HASH_SHORTEST, copy_hash, plain_copy
 from kv_transfer.base import BlockMemory, Write
+
+if TYPE_CHECKING:
+    import torch
 
 _MASK = (1 << 64) - 1
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -76,6 +78,8 @@ def device_checksum(block: torch.Tensor) -> int:
     Equal on every device. The sum, modulo 2^64, of splitmix64's mix of each word and its position, mixed with the
     length: the order in which a GPU adds does not matter, the order of the words does.
     """
+    import torch  # launchers come here too, and need not wait for it
+
     data = block.reshape(-1).view(torch.uint8)
     num_bytes = data.numel()
     if num_bytes % 8 or data.storage_offset() % 8:

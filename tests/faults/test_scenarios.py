@@ -284,7 +284,7 @@ def test_forged_void_and_late_refs_are_not_read(transport: str, forgery: str) ->
             assert list(done.token_ids) == expected_tokens(prompt, 4)
             counters = send_counters(cluster)
             assert counters["failed"] + counters["expired"] == salt
-            assert done.attempts == 1 + counters["expired"]
+            assert done.attempts <= 1 + counters["expired"], "decode may have answered before P gave up"
         assert receive_counters(cluster)["corrupt"] == (forgery == "another block")
         ended_well(cluster)
 
