@@ -15,6 +15,7 @@ from baton.errors import ClusterError
 from baton.protocol import WorkerInfo
 from baton_cluster.ray_cluster import RayCluster
 from baton_cluster.ray_session import RaySession
+from tests.stub_cluster import wait_until
 
 pytestmark = pytest.mark.ray
 
@@ -46,6 +47,13 @@ def start(session: RaySession, model: Path, pools: dict[str, Any], strategy: str
         "liveness": {"heartbeat_s": 1.0, "timeout_s": 30.0},
     }
     return RayCluster(parse_config(tree), session=session)
+
+
+def wait_for_gpus() -> None:
+    """Until those of an earlier cluster are free again: Ray hears of it late, and would place around them."""
+    import ray
+
+    wait_until(lambda: ray.available_resources().get("GPU") == 4, "4 GPUs are free")
 
 
 def infos(cluster: RayCluster) -> dict[str, WorkerInfo]:
@@ -83,12 +91,14 @@ def test_four_workers_get_four_gpus_and_more_cores_than_there_are_is_a_warning(
 
 def test_workers_spread_or_follow_a_custom_resource(session: RaySession, tiny_model: Path) -> None:
     small = {"gpus": 1, "device": "cpu", "kv_memory_mib": 8}
+    wait_for_gpus()
     with start(session, tiny_model, {"prefill": small, "decode": {**small, "resources": {"fast": 1}}}, "SPREAD") as c:
         workers = infos(c)
         assert node_of(workers["decode-0"]) == NODES[1]
         assert node_of(workers["prefill-0"]) == NODES[0]
         with c.client() as client:
             assert client.generate([1, 2, 3], max_tokens=4, ignore_eos=True).kv_bytes > 0
+    wait_for_gpus()
     with start(session, tiny_model, {"prefill": small, "decode": small}, "STRICT_PACK") as c:
         assert len({node_of(w) for w in infos(c).values()}) == 1
         assert {urlsplit(w.data_address).scheme for w in infos(c).values()} == {"shm"}
