@@ -1,4 +1,4 @@
-"""The checksum of a KV block, 64 bits: xxh3 of bytes on the host, a sum of mixed words of bytes on a GPU.
+"""Copies of KV blocks, and their checksum, 64 bits: xxh3 of bytes on the host, a sum of mixed words of bytes on a GPU.
 
 The two differ: both ends of a link hash in the same way, as their transport reaches GPUs or not (`KVTransport.reach`).
 Detects a block that was overwritten, truncated or mixed up; it is no defence against a forger.
@@ -34,11 +34,11 @@ def copy_bytes(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> 
     Where the native kernels were built, around the caches: KV blocks are as large as they are, and are read much later.
     Raises ValueError if the sizes differ.
     """
+    _require_same(target, source)
     native = plain_copy()
     if native is None:
         np.copyto(target, source)
         return
-    _require_same(target, source)
     native(source.ctypes.data, target.ctypes.data, source.nbytes)
 
 
@@ -59,15 +59,15 @@ def _require_same(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) 
 def copy_block(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> int:
     """Copy all of `source` into `target`, contiguous bytes of the same size; returns its `block_checksum`.
 
-    In one pass where the native kernels were built: then the checksum costs no time beside the copy. Without the GIL.
+    In one pass where the native kernels were built: faster than one after the other. Without the GIL.
     Raises ValueError if the sizes differ.
     """
+    _require_same(target, source)
     native = copy_hash()
     size = source.nbytes
     if native is None or size < COPY_HASH_SHORTEST:
         np.copyto(target, source)
         return block_checksum(target)
-    _require_same(target, source)
     checksum: int = native(source.ctypes.data, target.ctypes.data, size)
     return checksum
 

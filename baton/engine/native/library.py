@@ -162,22 +162,21 @@ def copy_hash() -> Any:
 
     For `COPY_HASH_SHORTEST` bytes and more. Releases the GIL. None: the library was not built.
     """
-    path = library_path()
-    function = None if path is None else getattr(_library(path), "baton_copy_hash", None)
-    if function is not None:
-        function.argtypes = [c_void_p, c_void_p, c_int64]
-        function.restype = c_uint64
-    return function
+    return _copier("baton_copy_hash", c_uint64)
 
 
 @functools.cache
 def plain_copy() -> Any:
     """`baton_copy(source, target, size)`: a copy around the caches. Releases the GIL. None: it was not built."""
+    return _copier("baton_copy", None)
+
+
+def _copier(name: str, result: Any) -> Any:
     path = library_path()
-    function = None if path is None else getattr(_library(path), "baton_copy", None)
+    function = None if path is None else getattr(_library(path), name, None)
     if function is not None:
         function.argtypes = [c_void_p, c_void_p, c_int64]
-        function.restype = None
+        function.restype = result
     return function
 
 
