@@ -1,6 +1,7 @@
 """Copies of KV blocks, and their checksum, 64 bits: xxh3 of bytes on the host, a sum of mixed words of bytes on a GPU.
 
-The two checksums differ: both ends of a link hash in the same way, as their transport reaches GPUs or not (`KVTransport.reach`).
+The two checksums differ: both ends of a link hash in the same way, as their transport reaches GPUs or not
+(`KVTransport.reach`).
 Detects a block that was overwritten, truncated or mixed up; it is no defence against a forger.
 """
 
