@@ -199,6 +199,33 @@ class RouterConfig(_Section, frozen=True):
     """How long a request that lost its worker waits for one to come back where no other can take it."""
 
 
+class HttpConfig(_Section, frozen=True):
+    """The HTTP server in the router's process: OpenAI's API, health, metrics and the page."""
+
+    enabled: bool = True
+    host: str = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    """0: any free one; `baton status` tells which."""
+    model_names: tuple[str, ...] = ()
+    """Names under which clients ask for the model, the first one is shown; none: made of `model.source`."""
+    api_keys: tuple[Secret, ...] = ()
+    """Clients send one of them as `Authorization: Bearer KEY`; none: anyone may ask. 16 characters or more each."""
+    max_body_mib: PositiveInt = 32
+    """Size of a request's body."""
+    cors_origins: tuple[str, ...] = ()
+    """Web pages of these origins may ask from a browser; `*`: of any."""
+    tls_certificate: str | None = None
+    """File with a certificate chain in PEM; with it the server speaks HTTPS only."""
+    tls_key: str | None = None
+    """File with its key; None: in `tls_certificate` too."""
+    write_timeout_s: Seconds = 60.0
+    """A client that takes none of its answer for so long is disconnected."""
+    metrics_prefix: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_:]*$")] = "baton:"
+    """Before the names of metrics; vLLM's is `vllm:`."""
+    ui: bool = True
+    """Serve the page `/ui`."""
+
+
 class LivenessConfig(_Section, frozen=True):
     """When a silent peer counts as lost."""
 
@@ -229,6 +256,7 @@ class ClusterConfig(_Section, frozen=True):
     engine: EngineConfig = EngineConfig()
     transfer: TransferConfig = TransferConfig()
     router: RouterConfig = RouterConfig()
+    http: HttpConfig = HttpConfig()
     liveness: LivenessConfig = LivenessConfig()
     ray: RayConfig = RayConfig()
     security: SecurityConfig = SecurityConfig()

@@ -16,7 +16,7 @@ from baton.ledger import AskLedger, ClusterLedger, LedgerReport, LedgerRequest
 from baton.sampling_params import PromptLogprobs, SamplingParams, TokenId, TokenIds, TokenLogprobs
 from baton.wire import BlockSeconds, Count, Marks, Message, Name, Reason, RequestId, Seconds, Timeout, Words
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 MAX_TEXT = 4 << 20
 """Characters of a prompt, whatever its parts."""
@@ -286,9 +286,25 @@ class Leaving(Message, frozen=True, tag=27):
 # --- client and router ---------------------------------------------------------------------------
 
 
+class ToolCall(Message, frozen=True, tag=44):
+    """What an assistant asked to be called, in an earlier turn of a conversation."""
+
+    id: Name
+    name: Name
+    arguments: Text
+    """JSON, as the model wrote it."""
+
+
 class ChatMessage(Message, frozen=True, tag=30):
+    """One turn of a conversation, for the model's chat template."""
+
     role: Name
     content: Text
+    tool_calls: Annotated[tuple[ToolCall, ...], msgspec.Meta(max_length=128)] = ()
+    """Of an assistant's turn."""
+    tool_call_id: Name | None = None
+    """Of a turn that answers a call."""
+    name: Name | None = None
 
 
 class Generate(Message, frozen=True, tag=31):
@@ -308,6 +324,16 @@ class Generate(Message, frozen=True, tag=31):
     """Independent answers to the same prompt, numbered from 0."""
     priority: Priority = 0
     """Lower ones go first where requests wait, on every worker, and keep their KV blocks where one must give its up."""
+    tools: Text = ""
+    """JSON: the list of tools that the chat template shows to the model; empty: none. With `messages` only."""
+    template_options: Text = ""
+    """JSON: an object of further variables for the chat template; empty: none. With `messages` only."""
+    continue_final: bool = False
+    """The answer goes on where the last message ends, instead of being a turn of its own. With `messages` only."""
+    skip_special_tokens: bool = True
+    """Leave tokens that are no text, such as the end of a turn, out of the text."""
+    session: Words = ""
+    """Requests of one session go to the same workers, where a policy heeds it."""
 
 
 class Cancel(Message, frozen=True, tag=32):
@@ -330,6 +356,12 @@ class Delta(Message, frozen=True, tag=33):
     """One per token of `token_ids` if the request wants them, else empty."""
     prompt_logprobs: PromptLogprobs | None = None
     """With the first token of sample 0, if the request wants them."""
+
+
+class Deltas(Message, frozen=True, tag=45):
+    """Router to client: what several of its requests got at once."""
+
+    deltas: tuple[Delta, ...]
 
 
 class Usage(Message, frozen=True, tag=34):
@@ -425,4 +457,4 @@ class Alive(Message, frozen=True, tag=40):
 ToRouterFromWorker = Join | Heartbeat | Tokens | AttemptFailed | HandoffRefused | HandoffDone | Leaving | LedgerReport
 ToWorker = Joined | JoinRefused | Peers | Heartbeat | Submit | Replace | Abort | Leaving | AskLedger
 ToRouterFromClient = Generate | Cancel | StatusRequest | Drain | Explain | LedgerRequest
-ToClient = Delta | Done | Failed | Status | Alive | Explained | ClusterLedger
+ToClient = Delta | Deltas | Done | Failed | Status | Alive | Explained | ClusterLedger

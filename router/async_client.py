@@ -29,6 +29,7 @@ from baton.ledger import ClusterLedger, LedgerRequest
 from baton.protocol import (
     Cancel,
     Delta,
+    Deltas,
     Done,
     Drain,
     Explain,
@@ -332,9 +333,10 @@ class AsyncRouterClient:
                 continue
             kind = type(message)
             if kind is Delta:
-                call = self._calls.get(message.label)
-                if call is not None:
-                    call.sink(call.collector.add(message, at))
+                self._on_delta(message, at)
+            elif kind is Deltas:
+                for delta in message.deltas:
+                    self._on_delta(delta, at)
             elif kind is Done:
                 call = self._calls.pop(message.label, None)
                 if call is not None:
@@ -347,6 +349,11 @@ class AsyncRouterClient:
                 answer = self._asked.get(message.label)
                 if answer is not None and not answer.done():
                     answer.set_result(message)
+
+    def _on_delta(self, delta: Delta, at: float) -> None:
+        call = self._calls.get(delta.label)
+        if call is not None:
+            call.sink(call.collector.add(delta, at))
 
     def _on_failed(self, message: Failed) -> None:
         error = error_from_code(message.code, message.message, field=message.field)

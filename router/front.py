@@ -1,30 +1,27 @@
-"""The clients' side of the router's thread: their socket, the text of their requests, who cannot be reached.
+"""The native clients' side of the router's thread: their ZeroMQ socket, and who cannot be reached.
 
-Turns messages of clients into events of `router.core` and its answers into messages, tokens into text.
-Must not know workers. Used by the router's thread only.
+Bytes into messages and back. Must not know text, workers or HTTP. Used by the router's thread only.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import msgspec
 
 from baton.codec import Codec
-from baton.engine.structured import check_structured
 from baton.errors import BatonError, CodecError, VersionError
 from baton.ledger import LedgerRequest
 from baton.protocol import (
     Alive,
     Cancel,
     Delta,
-    Done,
+    Deltas,
     Drain,
     Explain,
     Explained,
@@ -33,13 +30,10 @@ from baton.protocol import (
     ToClient,
     ToRouterFromClient,
 )
-from router.actions import LedgerDone, NewTokens, RequestDone, RequestFailed, RouterAction, SampleDone
-from router.admission import check_sampling_ids, check_source, check_token_ids
+from router.actions import RouterAction
 from router.core import RouterCore
-from router.request import SampleId
 from router.sockets import RouterSocket, Unreachable
-from router.stop import StopStrings
-from router.text import Detokenizer, Text, WatchedText
+from router.translator import Translator
 
 log = logging.getLogger("baton.router")
 
@@ -48,25 +42,22 @@ _SKETCH = msgspec.msgpack.Decoder(tuple[int, Annotated[tuple[msgspec.Raw, ...], 
 
 
 class Front:
-    """Deltas wait until `flush`, so that what a request gets while the thread is busy travels as one."""
+    """A client is known by its connection's routing id: bytes."""
 
-    def __init__(self, socket: RouterSocket, core: RouterCore, text: Text, counters: Counter[str], alive_s: float):
+    def __init__(
+        self, socket: RouterSocket, core: RouterCore, translator: Translator, counters: Counter[str], alive_s: float
+    ):
         self.socket = socket
         self.alive_at = math.inf
         """When `say_alive` is due."""
         self._core = core
-        self._text = text
+        self._translator = translator
         self._counters = counters
         self._alive_s = alive_s
         self._in: Codec[Any] = Codec(ToRouterFromClient)
         self._out: Codec[Any] = Codec(ToClient)
-        self._detokenizers: dict[SampleId, Detokenizer] = {}
-        self._waiting: dict[SampleId, NewTokens] = {}
-        """Tokens not sent yet."""
         self._gone: dict[bytes, str] = {}
         """Clients found unreachable, whose requests have not been ended yet, and why."""
-
-    # --- in ---------------------------------------------------------------------------------------
 
     def on_frames(self, peer: bytes, frames: list[bytes]) -> list[RouterAction]:
         """One message of a client. Whatever the bytes are, the answer is an event's actions or a Failed."""
@@ -77,10 +68,11 @@ class Front:
             message = self._in.decode(frames[0])
         except (CodecError, VersionError) as e:
             self._counters["malformed_from_clients"] += 1
-            self._send(peer, Failed(label=_label_of(frames), code=e.code, message=str(e)))
+            self.send(peer, Failed(label=_label_of(frames), code=e.code, message=str(e)))
             return []
         if type(message) is Generate:
-            return self._on_generate(peer, message, received_at)
+            self.alive_at = min(self.alive_at, received_at + self._alive_s)
+            return self._translator.on_generate(peer, message, received_at)
         if type(message) is Cancel:
             return self._core.on_cancel(peer, message.label, received_at, message.sample)
         try:
@@ -90,111 +82,19 @@ class Front:
                 return self._core.on_ledger(peer, message, received_at)
             elif type(message) is Explain:
                 record = self._core.explain(message.request_id)
-                self._send(peer, Explained(message.label, msgspec.to_builtins(record)))
+                self.send(peer, Explained(message.label, msgspec.to_builtins(record)))
                 return []
         except BatonError as e:
-            self._send(peer, Failed(message.label, e.code, str(e), getattr(e, "field", None)))
+            self.send(peer, Failed(message.label, e.code, str(e), getattr(e, "field", None)))
             return []
-        self._send(peer, self._core.status(message.label, received_at))
+        self.send(peer, self._core.status(message.label, received_at))
         return []
-
-    def _on_generate(self, peer: bytes, message: Generate, received_at: float) -> list[RouterAction]:
-        request_id = secrets.token_hex(16)
-        try:
-            check_source(message)
-            if message.text is not None:
-                prompt = tuple(self._text.encode(message.text))
-            elif message.messages is not None:
-                prompt = tuple(self._text.encode_messages(message.messages))
-            else:
-                prompt = message.token_ids or ()
-                check_token_ids(prompt, self._text.vocab_size)
-            check_sampling_ids(message.sampling, self._text.vocab_size)
-            if message.sampling.structured is not None:
-                check_structured(message.sampling.structured)
-        except BatonError as e:
-            self._send(peer, Failed(message.label, e.code, str(e), getattr(e, "field", None), request_id))
-            return []
-        now = time.monotonic()
-        self.alive_at = min(self.alive_at, now + self._alive_s)
-        seed = secrets.randbits(63)
-        watches = self._watch(message, request_id) if message.stop else ()
-        return self._core.on_generate(
-            peer,
-            message.label,
-            request_id,
-            seed,
-            prompt,
-            message.sampling,
-            now,
-            received_at=received_at,
-            n=message.n,
-            priority=message.priority,
-            watches=watches,
-        )
-
-    def _watch(self, message: Generate, request_id: str) -> list[WatchedText]:
-        """Texts in which stop strings are looked for, one per sample."""
-        stops, watches = StopStrings(message.stop), []
-        for sample in range(message.n):
-            text = WatchedText(
-                self._text.detokenizer(),
-                stops,
-                include=message.include_stop_str_in_output,
-                min_tokens=message.sampling.min_tokens,
-            )
-            self._detokenizers[request_id, sample] = text
-            watches.append(text)
-        return watches
-
-    # --- out --------------------------------------------------------------------------------------
-
-    def on_action(self, action: NewTokens | SampleDone | RequestDone | RequestFailed | LedgerDone) -> None:
-        """Tell the client. `action.client` is its routing id."""
-        if type(action) is NewTokens:
-            sample = (action.request_id, action.sample)
-            waiting = self._waiting.get(sample)
-            if waiting is not None:
-                action = msgspec.structs.replace(
-                    waiting, tokens=waiting.tokens + action.tokens, logprobs=waiting.logprobs + action.logprobs
-                )
-            self._waiting[sample] = action
-        elif type(action) is SampleDone:
-            self._send(action.client, self._last_delta(action))
-        elif type(action) is RequestDone:
-            text = self._last_text((action.request_id, 0))
-            done = Done(
-                label=action.label,
-                request_id=action.request_id,
-                finish_reason=action.finish_reason,
-                usage=action.usage,
-                marks=action.marks,
-                prefill_worker=action.prefill_worker,
-                decode_worker=action.decode_worker,
-                attempts=action.attempts,
-                kv_bytes=action.kv_bytes,
-                text=text,
-            )
-            self._send(action.client, done)
-        elif type(action) is RequestFailed:
-            for i in range(action.n):
-                self._last_text((action.request_id, i))
-            failed = Failed(action.label, action.code, action.message, action.field, action.request_id)
-            self._send(action.client, failed)
-        elif type(action) is LedgerDone:
-            self._send(action.client, action.message)
-
-    def flush(self) -> None:
-        """Send the tokens that wait."""
-        for action in self._waiting.values():
-            self._send_delta(action)
-        self._waiting.clear()
 
     def say_alive(self, now: float) -> None:
         """To every client with open requests. It is also how one that left while it waited is found."""
-        clients = self._core.clients()
+        clients = [client for client in self._core.clients() if type(client) is bytes]
         for client in clients:
-            self._send(client, Alive())
+            self.send(client, Alive())
         self.alive_at = now + self._alive_s if clients else math.inf
 
     def gone(self, now: float) -> Iterator[list[RouterAction]]:
@@ -208,42 +108,24 @@ class Front:
             yield self._core.on_client_gone(peer, now)
             del self._gone[peer]
 
-    def _send_delta(self, action: NewTokens) -> None:
-        self._send(action.client, self._delta(action))
+    def send_deltas(self, peer: bytes, deltas: list[Delta]) -> None:
+        """In one message, where there are several: most of what a token costs here is the message."""
+        small = []
+        for delta in deltas:
+            if delta.prompt_logprobs is not None:  # as large as a message may be
+                self.send(peer, delta)
+            else:
+                small.append(delta)
+        for first in range(0, len(small), MAX_DELTAS):
+            part = small[first : first + MAX_DELTAS]
+            self.send(peer, part[0] if len(part) == 1 else Deltas(tuple(part)))
 
-    def _delta(self, action: NewTokens) -> Delta:
-        return Delta(
-            action.label,
-            action.tokens,
-            self._read((action.request_id, action.sample), action.tokens),
-            action.sample,
-            logprobs=action.logprobs,
-            prompt_logprobs=action.prompt_logprobs,
-        )
+    def tell(self, peer: bytes, messages: Iterable[ToClient]) -> None:
+        for message in messages:
+            self.send(peer, message)
 
-    def _read(self, sample: SampleId, tokens: tuple[int, ...]) -> str:
-        detokenizer = self._detokenizers.get(sample)
-        if detokenizer is None:
-            detokenizer = self._detokenizers[sample] = self._text.detokenizer()
-        return detokenizer.push(tokens)
-
-    def _last_text(self, sample: SampleId) -> str:
-        """Sends the sample's waiting tokens; returns the text that was held back."""
-        waiting = self._waiting.pop(sample, None)
-        if waiting is not None:
-            self._send_delta(waiting)
-        detokenizer = self._detokenizers.pop(sample, None)
-        return "" if detokenizer is None else detokenizer.flush()
-
-    def _last_delta(self, done: SampleDone) -> Delta:
-        """The sample's waiting tokens, all text that has not been sent, and how it ended."""
-        sample = (done.request_id, done.sample)
-        waiting = self._waiting.pop(sample, None)
-        delta = self._delta(waiting or NewTokens(done.client, done.label, done.request_id, (), done.sample))
-        rest = self._detokenizers.pop(sample).flush()
-        return msgspec.structs.replace(delta, text=delta.text + rest, finish_reason=done.finish_reason)
-
-    def _send(self, peer: Any, message: ToClient) -> None:
+    def send(self, peer: bytes, message: ToClient) -> None:
+        """Never waits; a client that cannot be reached is remembered for `gone`."""
         if peer in self._gone:
             return
         try:
@@ -251,6 +133,10 @@ class Front:
         except Unreachable as e:
             self._counters["stuck_clients" if e.stuck else "gone_clients"] += 1
             self._gone[peer] = str(e)
+
+
+MAX_DELTAS = 256
+"""In one message: its size stays far below what a codec takes."""
 
 
 def _label_of(frames: list[bytes]) -> str:

@@ -1,10 +1,11 @@
-"""The router's wall-clock driver: one thread, a ZeroMQ socket for clients and one for workers.
+"""The router's wall-clock driver: one thread with an event loop, on which all of its sockets are served.
 
-Owns clock and thread, and decides nothing: `router.front` and `router.back` turn bytes into events of
-`router.core` and its actions into bytes. Must not know placements, attempts or text.
+Owns clock, thread and loop, and decides nothing: `router.desk` joins what turns bytes into events of `router.core`
+and its actions into bytes. Must not know placements, attempts or text.
 
     client ──Generate──► front ─► tokenize, mint ids ─► RouterCore ─► back ──Submit──► worker
     client ◄──Delta───── front ◄─ detokenize ◄───────── RouterCore ◄─ back ◄─Tokens─── worker
+    client ──HTTP──────► http ──┘ (the same, without a socket in between)
 
 Nothing polls: the thread sleeps until a socket, the core's deadline or another thread wakes it.
 Nothing blocks: a peer that does not read is dropped (clients) or counts as lost (workers).
@@ -12,17 +13,19 @@ Nothing blocks: a peer that does not read is dropped (clients) or counts as lost
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import secrets
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+import uvloop
 import zmq
 
 from baton.clock import clock_id
@@ -30,18 +33,20 @@ from baton.config import ClusterConfig
 from baton.errors import ClusterError
 from baton.protocol import Status
 from baton.security import Security
-from router.actions import RouterAction, SendWorker
 from router.back import Back
 from router.core import RouterCore
+from router.desk import Desk
 from router.front import Front
-from router.sockets import BACK_HWM, FRONT_HWM, RouterSocket, WakeUp
+from router.http.server import HttpServer
+from router.sockets import BACK_HWM, FRONT_HWM, RouterSocket
 from router.text import Text, TokenizerText
+from router.translator import Translator
 
 log = logging.getLogger("baton.router")
 
 BACK_BATCH = 512
 FRONT_BATCH = 16
-"""Messages read from a socket before the other gets its turn; a prompt may take milliseconds to tokenize."""
+"""Messages read from a socket before the others get their turn; a prompt may take milliseconds to tokenize."""
 LINGER_S = 1.0
 STOP_S = 10.0
 
@@ -74,12 +79,13 @@ class RouterServer:
         self.incarnation = secrets.token_hex(8)
         self.counters: Counter[str] = Counter()
         """What went wrong and was survived, by kind; read it from any thread."""
+        self.url: str | None = None
+        """Where HTTP is served, once started; None: nowhere."""
         self._text = text
         self._config = config
         self._back_host, self._back_port = back_host or config.router.host, back_port
         self._security = Security(config.security.secret)
         self._core = RouterCore(config, router_incarnation=self.incarnation, fingerprint=fingerprint, clock=clock_id())
-        self._calls: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._num_ready = 0
         self._running = False
@@ -90,19 +96,31 @@ class RouterServer:
     def start(self) -> tuple[str, str]:
         """Bind and serve. Returns the addresses for clients and for workers; ClusterError if one cannot be had."""
         assert self._thread is None, "a router starts once"
-        router, liveness = self._config.router, self._config.liveness
+        config, router = self._config, self._config.router
+        self._http = HttpServer(config) if config.http.enabled else None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._guard = self._security.guard(self._context)
         try:
+            if self._http is not None:
+                self.url = self._http.bind()
             front = self._bind(router.host, router.port, hwm=FRONT_HWM, key="router.port")
             back = self._bind(self._back_host, self._back_port, hwm=BACK_HWM, key="router.host")
-        except ClusterError:
+        except BaseException:
+            if self._http is not None:
+                self._http.close()
             self._guard.close()
             self._context.destroy(linger=0)
             raise
-        self._front = Front(front, self._core, self._text, self.counters, liveness.heartbeat_s)
+        translator = Translator(self._core, self._text)
+        self._front = Front(front, self._core, translator, self.counters, config.liveness.heartbeat_s)
         self._back = Back(back, self._core, self.counters)
-        self._wake = WakeUp()
+        self._desk = Desk(self._core, self._text, translator, self._front, self._back, self.counters, self._wake)
+        self._loop = uvloop.new_event_loop()
+        self._stopped = asyncio.Event()
+        self._failure: Exception | None = None
+        self._turn_due = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = math.inf
         self._running = True
         self._thread = threading.Thread(target=self._run, name="baton-router", daemon=True)
         self._thread.start()
@@ -116,8 +134,9 @@ class RouterServer:
         if self._thread is None:
             return
         with self._changed:
-            self._running = False
-        self._wake.set()
+            if self._running:
+                self._running = False
+                self._loop.call_soon_threadsafe(self._stopped.set)
         self._thread.join(STOP_S)
         if self._thread.is_alive():
             raise ClusterError(f"the router's thread did not end within {STOP_S:g} s; it is stuck in a message")
@@ -155,73 +174,85 @@ class RouterServer:
         with self._changed:
             if not self._running:
                 raise ClusterError("the router is not running")
-            self._calls.append(run)
-        self._wake.set()
+            self._loop.call_soon_threadsafe(run)
         return result.result(STOP_S)
 
     # --- the router's thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            poller = zmq.Poller()
-            for source in (self._front.socket.socket, self._back.socket.socket, self._wake.fd):
-                poller.register(source, zmq.POLLIN)
-            while self._running:
-                self._step({source for source, _ in poller.poll(self._wait_ms())})
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._serve())
         except Exception:
             log.exception("the router's thread failed; the router stops")
             self.counters["thread_failed"] += 1
         finally:
             self._close()
 
-    def _step(self, ready: set[Any]) -> None:
-        # Workers first: a message that has arrived proves its worker alive before silence is judged below.
-        if self._back.socket.socket in ready:
-            for peer, frames in self._back.socket.received(BACK_BATCH):
-                self._handle(self._back.on_frames, peer, frames)
-        if self._front.socket.socket in ready:
-            for peer, frames in self._front.socket.received(FRONT_BATCH):
-                self._handle(self._front.on_frames, peer, frames)
-        if self._wake.fd in ready:
-            self._wake.clear()
-        while self._calls:
-            self._calls.popleft()()
-        now = time.monotonic()
-        deadline = self._core.next_deadline()
-        if deadline is not None and deadline <= now:
-            self._act(self._core.on_deadline(now), now)
-        if self._front.alive_at <= now:
-            self._front.say_alive(now)
-        self._front.flush()
-        for actions in self._front.gone(now):
-            self._act(actions, now)
-        self._publish_ready()
+    async def _serve(self) -> None:
+        for socket in (self._back.socket, self._front.socket):
+            self._loop.add_reader(socket.fd, self._wake)
+        self._wake()
+        if self._http is not None:
+            await self._http.start(self._desk)
+        await self._stopped.wait()
+        with self._changed:
+            self._running = False  # whoever asked before gets an answer when the loop ends
+        self._end_requests()
+        for socket in (self._back.socket, self._front.socket):
+            self._loop.remove_reader(socket.fd)
+        if self._http is not None:
+            await self._http.stop()
+        if self._failure is not None:
+            raise self._failure
 
-    def _wait_ms(self) -> int | None:
-        """How long the poll may sleep; rounded up, so that it does not wake just before the deadline."""
-        deadline = self._core.next_deadline()
-        at = self._front.alive_at if deadline is None else min(deadline, self._front.alive_at)
-        return None if at == math.inf else max(0, math.ceil((at - time.monotonic()) * 1000))
+    def _wake(self) -> None:
+        """Have a turn soon. Whoever sends over a ZeroMQ socket needs one: it tells of what came in only once."""
+        if not self._turn_due:
+            self._turn_due = True
+            self._loop.call_soon(self._turn)
 
-    def _handle(
-        self, on_frames: Callable[[bytes, list[bytes]], list[RouterAction]], peer: bytes, frames: list[bytes]
-    ) -> None:
-        """One message; a bug that it meets must not end the service for all others."""
+    def _turn(self) -> None:
+        """Read what has come, a limited number of messages; do what is due; tell what there is to tell."""
+        self._turn_due = False
+        if not self._running:
+            return
         try:
-            self._act(on_frames(peer, frames), time.monotonic())
-        except Exception:
-            log.exception("a message could not be handled")
-            self.counters["internal_errors"] += 1
+            self._read_and_tell()
+        except Exception as e:  # noqa: BLE001  (it is raised again, where the loop ends)
+            self._failure = e
+            self._stopped.set()
 
-    def _act(self, actions: list[RouterAction], now: float) -> None:
-        """Do what the core says, in order. What a failed send leads to comes after."""
-        todo = deque(actions)
-        while todo:
-            action = todo.popleft()
-            if type(action) is SendWorker:
-                todo.extend(self._back.on_action(action, now))
-            else:
-                self._front.on_action(action)  # type: ignore[arg-type]
+    def _read_and_tell(self) -> None:
+        desk, front, back = self._desk, self._front, self._back
+        # Workers first: a message that has arrived proves its worker alive before silence is judged below.
+        for peer, frames in back.socket.received(BACK_BATCH):
+            desk.handle(back.on_frames, peer, frames)
+        for peer, frames in front.socket.received(FRONT_BATCH):
+            desk.handle(front.on_frames, peer, frames)
+        now = time.monotonic()
+        desk.on_time(now)
+        desk.flush()
+        desk.end_gone(now)
+        self._publish_ready()
+        # Only now: to send is to look, too, and what that saw is not told of again.
+        if back.socket.has_news() or front.socket.has_news():
+            self._wake()
+        self._set_timer(desk.next_deadline())
+
+    def _set_timer(self, at: float) -> None:
+        """A turn at `at` (monotonic seconds). A timer that would ring earlier stays, as most deadlines move on."""
+        if at >= self._timer_at:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = at
+        # The loop counts in whole milliseconds: rounded up, or it would ring before the deadline and again at once.
+        self._timer = self._loop.call_later(max(0.0, at - time.monotonic()) + 0.001, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer, self._timer_at = None, math.inf
+        self._wake()
 
     def _publish_ready(self) -> None:
         num_ready = sum(1 for _ in self._core.view.ready())
@@ -230,19 +261,17 @@ class RouterServer:
                 self._num_ready = num_ready
                 self._changed.notify_all()
 
-    def _close(self) -> None:
+    def _end_requests(self) -> None:
         try:
-            for action in self._core.on_shutdown(time.monotonic()):
-                self._front.on_action(action)  # type: ignore[arg-type]
+            self._desk.close(time.monotonic())
         except Exception:
             log.exception("open requests could not be told that the router stops")
+
+    def _close(self) -> None:
         with self._changed:
             self._running = False
             self._changed.notify_all()
-        while self._calls:  # whoever asked while we stopped
-            self._calls.popleft()()
         self._front.socket.close(LINGER_S)
         self._back.socket.close(0.0)
         self._guard.close()
         self._context.term()
-        self._wake.close()

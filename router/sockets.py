@@ -80,8 +80,17 @@ class RouterSocket:
                 f"{key}: cannot listen on {host}:{port} ({e.strerror}); set router.host to an address of this machine"
             ) from e
         real_port = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
-        self.address = f"tcp://{_reachable(host)}:{real_port}"
+        self.address = f"tcp://{reachable(host)}:{real_port}"
         """What others connect to."""
+
+    @property
+    def fd(self) -> int:
+        """Readable when there may be news: then, and after each send, `has_news` tells (ZeroMQ's is edge-triggered)."""
+        return int(self.socket.getsockopt(zmq.FD))
+
+    def has_news(self) -> bool:
+        """Whether a message waits to be read."""
+        return bool(self.socket.getsockopt(_EVENTS) & _POLLIN)  # type: ignore[operator]
 
     def received(self, limit: int) -> Iterator[tuple[bytes, list[bytes]]]:
         """Up to `limit` waiting messages, each with its sender's routing id; never waits."""
@@ -113,36 +122,7 @@ class RouterSocket:
         self.socket.close(linger=int(linger_s * 1000))
 
 
-class WakeUp:
-    """Interrupts a poll from other threads."""
-
-    def __init__(self) -> None:
-        self._receiver, self._sender = socket.socketpair()
-        self._receiver.setblocking(False)
-        self._sender.setblocking(False)
-        self.fd = self._receiver.fileno()
-
-    def set(self) -> None:
-        try:
-            self._sender.send(b"\0")
-        except BlockingIOError:
-            pass  # enough wake-ups are on their way
-        except OSError:
-            pass  # closed: nobody polls any more
-
-    def clear(self) -> None:
-        try:
-            while self._receiver.recv(4096):
-                pass
-        except BlockingIOError:
-            pass
-
-    def close(self) -> None:
-        self._receiver.close()
-        self._sender.close()
-
-
-def _reachable(host: str) -> str:
+def reachable(host: str) -> str:
     """The address under which others reach a socket bound to `host`."""
     if host in ("0.0.0.0", "*"):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,11 +46,17 @@ class Text(Protocol):
     vocab_size: int
     """Ids below this are the model's."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
-    def encode_messages(self, messages: Sequence[ChatMessage]) -> list[int]: ...
+    def encode_messages(
+        self, messages: Sequence[ChatMessage], *, tools: str = "", options: str = "", continue_final: bool = False
+    ) -> list[int]: ...
 
-    def detokenizer(self) -> Detokenizer: ...
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer: ...
 
 
 class IncrementalDetokenizer:
@@ -188,40 +195,101 @@ class TokenizerText:
         if backend is not None:  # several times faster than through transformers, same text
             self._special |= frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
             self._decode: Callable[[list[int]], str] = backend.decode
+            self._decode_all: Callable[[list[int]], str] = partial(backend.decode, skip_special_tokens=False)
         else:
-            self._decode = self._decode_slowly
+            self._decode = partial(self._decode_slowly, skip_special_tokens=True)
+            self._decode_all = partial(self._decode_slowly, skip_special_tokens=False)
 
-    def _decode_slowly(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def _decode_slowly(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        text: str = self._tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
         return text
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens the model expects around a plain text."""
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids; `add_special_tokens`: with those that the model expects around a plain text."""
         try:
-            return [int(i) for i in self._tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]]
+            encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+            return [int(i) for i in encoded["input_ids"]]
         except (UnicodeError, TypeError) as e:  # lone surrogates, which JSON can carry and UTF-8 cannot
             raise InvalidRequestError(f"the prompt is not valid text: {e}", field="text") from e
 
-    def encode_messages(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Token ids of a conversation by the model's chat template, up to where the assistant answers."""
+    def encode_messages(
+        self, messages: Sequence[ChatMessage], *, tools: str = "", options: str = "", continue_final: bool = False
+    ) -> list[int]:
+        """Token ids of a conversation by the model's chat template, up to where the assistant answers.
+
+        `tools`, `options`: see `Generate`. `continue_final`: up to the end of the last message's text instead.
+        """
         if not getattr(self._tokenizer, "chat_template", None):
             raise InvalidRequestError(
                 "this model has no chat template, so it takes no messages; send the prompt as text", field="messages"
             )
-        conversation = [{"role": m.role, "content": m.content} for m in messages]
+        conversation = [_turn(message) for message in messages]
+        shown = _json(tools, "tools", list) if tools else None
+        variables = _json(options, "template_options", dict) if options else {}
         try:
-            text = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(
+                conversation,
+                tools=shown,
+                tokenize=False,
+                **{
+                    "add_generation_prompt": not continue_final,
+                    "continue_final_message": continue_final,
+                    **variables,
+                },
+            )
             return [int(i) for i in self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
         except Exception as e:  # a template is a program of the model's author and may raise anything
             raise InvalidRequestError(f"the model's chat template refuses the messages: {e}", field="messages") from e
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """All of it at once, special tokens skipped."""
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """All of it at once."""
+        if not skip_special_tokens:
+            return self._decode_all(list(token_ids))
         return self._decode([t for t in token_ids if t not in self._special])
 
-    def detokenizer(self) -> IncrementalDetokenizer:
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token stands for where it stands alone; tokens may end inside a character."""
+        return self._decode_all([token_id]).encode()
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
         """For one request's output."""
+        if not skip_special_tokens:
+            return IncrementalDetokenizer(self._decode_all)
         return IncrementalDetokenizer(self._decode, self._special)
+
+
+def _turn(message: ChatMessage) -> dict[str, Any]:
+    """As chat templates expect a message."""
+    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": _arguments(c.arguments)}}
+            for c in message.tool_calls
+        ]
+    for name in ("tool_call_id", "name"):
+        if (value := getattr(message, name)) is not None:
+            turn[name] = value
+    return turn
+
+
+def _arguments(text: str) -> Any:
+    """Templates print a call's arguments as JSON, so they want the value; what is no JSON stays the model's words."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _json(text: str, field: str, kind: type) -> Any:
+    try:
+        value = json.loads(text)
+    except ValueError as e:
+        raise InvalidRequestError(f"{field} is not JSON: {e}", field=field) from None
+    if not isinstance(value, kind):
+        raise InvalidRequestError(f"{field} must be a JSON {kind.__name__}", field=field)
+    return value
 
 
 def _model_vocab_size(path: Path) -> int | None:

@@ -185,15 +185,23 @@ class LetterText:
 
     vocab_size = VOCAB
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if not text.isascii():
             raise InvalidRequestError("only ASCII", field="text")
         return [ord(c) for c in text]
 
-    def encode_messages(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def encode_messages(
+        self, messages: Sequence[ChatMessage], *, tools: str = "", options: str = "", continue_final: bool = False
+    ) -> list[int]:
         return self.encode("".join(f"{m.role}:{m.content}\n" for m in messages))
 
-    def detokenizer(self) -> LetterText:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self.push(token_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> LetterText:
         return self
 
     def push(self, token_ids: Sequence[int]) -> str:

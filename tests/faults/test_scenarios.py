@@ -667,8 +667,8 @@ def test_nothing_is_kept_of_requests_that_have_ended(transport: str) -> None:
         ):
             for table in tables:
                 assert len(getattr(port, table)) == 0, table
-        front: Any = cluster.router._front
-        wait_until(lambda: not front._detokenizers and not front._waiting, "the router has told all")
+        translator: Any = cluster.router._desk.translator
+        wait_until(lambda: not translator._detokenizers and not translator._waiting, "the router has told all")
 
 
 def test_a_configured_port_that_is_taken() -> None:

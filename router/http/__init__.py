@@ -1,0 +1,1 @@
+"""HTTP at the router: OpenAI's API, operations, the page."""
