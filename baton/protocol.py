@@ -445,6 +445,8 @@ class Status(Message, frozen=True, tag=39):
     workers: tuple[WorkerStatus, ...]
     model: str = ""
     max_model_len: Count = 0
+    url: str = ""
+    """Where the router serves HTTP; empty: nowhere."""
 
 
 class Alive(Message, frozen=True, tag=40):

@@ -38,6 +38,7 @@ def status_data(status: Status, address: str) -> dict[str, Any]:
     return {
         "name": status.name,
         "address": address,
+        "url": status.url or None,
         "model": status.model,
         "max_model_len": status.max_model_len,
         "router_incarnation": status.router_incarnation,
@@ -75,7 +76,8 @@ def status_data(status: Status, address: str) -> dict[str, Any]:
 
 def status_table(status: Status, address: str) -> Table:
     """The workers of a cluster, one a row."""
-    table = Table(title=f"{status.name} at {address}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    where_http = f" and {status.url}/v1" if status.url else ""
+    table = Table(title=f"{status.name} at {address}{where_http}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     nodes = {w.info.node for w in status.workers}
     # A column that says the same in every row costs the width that the others need in 80 columns.
     where = ("node",) if len(nodes) > 1 else ()

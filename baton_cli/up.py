@@ -34,13 +34,16 @@ def run_up(config: ClusterConfig) -> None:
             cluster.address,
             cluster.details().get("ray_address"),
             secret=config.security.secret,
+            url=cluster.url,
             warnings=cluster.warnings,
         )
         try:
             out.print(status_table(cluster.status(), cluster.address))
             for warning in cluster.warnings:
                 err.print(f"warning: {warning}", style="yellow")
-            out.print(f"{config.name} is ready at {cluster.address}; Ctrl-C or `baton down` ends it")
+            out.print(
+                f"{config.name} is ready at {_places(cluster.address, cluster.url)}; Ctrl-C or `baton down` ends it"
+            )
             while True:
                 signal.pause()
         except KeyboardInterrupt:
@@ -84,7 +87,12 @@ def run_detached(config: ClusterConfig) -> None:
         out.print(status_table(client.status(), record.address))
     for warning in record.warnings:
         err.print(f"warning: {warning}", style="yellow")
-    out.print(f"{config.name} is ready at {record.address}; `baton down {config.name}` ends it; log: {log}")
+    where = _places(record.address, record.url)
+    out.print(f"{config.name} is ready at {where}; `baton down {config.name}` ends it; log: {log}")
+
+
+def _places(address: str, url: str | None) -> str:
+    return address if url is None else f"{address} and {url}/v1"
 
 
 def _wait_ready(name: str, owner: subprocess.Popen[Any]) -> Any:

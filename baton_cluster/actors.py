@@ -141,13 +141,13 @@ class RouterActor:
     def where(self) -> dict[str, Any]:
         return _where()
 
-    def start(self, model_path: str, host: str, back_port: int = 0) -> tuple[str, str]:
-        """Returns the addresses for clients and for workers. `host`: where workers reach the router."""
+    def start(self, model_path: str, host: str, back_port: int = 0) -> tuple[str, str, str | None]:
+        """Returns the addresses for clients and for workers, and the URL. `host`: where workers reach the router."""
         from router.server import RouterServer
 
         self._server = RouterServer(self._config, Path(model_path), back_host=host, back_port=back_port)
-        addresses: tuple[str, str] = self._server.start()
-        return addresses
+        front, back = self._server.start()
+        return front, back, self._server.url
 
     def wait_ready(self, num_workers: int, timeout_s: float) -> None:
         """Until so many workers have joined. Raises ClusterError after `timeout_s`."""

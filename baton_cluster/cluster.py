@@ -23,7 +23,9 @@ class Cluster:
 
     config: ClusterConfig
     address: str
-    """Where clients connect (the router's ZeroMQ front)."""
+    """Where native clients connect (the router's ZeroMQ front)."""
+    url: str | None
+    """Where HTTP is served (OpenAI's API under `/v1`); None: nowhere."""
     warnings: list[str]
     """What works but deserves a word, such as workers that share a core."""
 

@@ -52,6 +52,7 @@ class LocalCluster(Cluster):
             model_path = resolve_model(config.model.source, progress=progress)
             self._router = RouterServer(config, model_path)
             self.address, back = self._router.start()
+            self.url = self._router.url
             model = None
             for spec in worker_specs(config):
                 progress(f"starting {spec.worker_id}")

@@ -133,7 +133,7 @@ class RayCluster(Cluster):
         self._choose_transport(slots, places)
         self._progress("loading the model")
         start_router = self._router.start.remote(self._model_path, self._router_host)
-        (self.address, self._back), *memory = self._get([start_router, *map(self._load, slots)])
+        (self.address, self._back, self.url), *memory = self._get([start_router, *map(self._load, slots)])
         for slot, plan in zip(slots, memory, strict=True):
             self._progress(f"{slot.spec.worker_id}: {plan}")
         self._progress("joining")
@@ -240,16 +240,16 @@ class RayCluster(Cluster):
                 return None
             if name == "router":
                 # At the same addresses: clients and workers reconnect by themselves.
-                port = int(self.address.rpartition(":")[2])
-                router = msgspec.structs.replace(self.config.router, port=port)
-                self._router = actor = self._new_router(msgspec.structs.replace(self.config, router=router))
+                router = msgspec.structs.replace(self.config.router, port=_port(self.address))
+                http = msgspec.structs.replace(self.config.http, port=_port(self.url) if self.url else 0)
+                config = msgspec.structs.replace(self.config, router=router, http=http)
+                self._router = actor = self._new_router(config)
             else:
                 slot = self._slots[name]
                 slot.actor = actor = self._new_worker(slot)
         self._ready_by = time.monotonic() + self.config.start_timeout_s
         if name == "router":
-            back_port = int(self._back.rpartition(":")[2])
-            self._get(actor.start.remote(self._model_path, self._router_host, back_port))
+            self._get(actor.start.remote(self._model_path, self._router_host, _port(self._back)))
         else:
             self._get(self._load(slot))
             slot.info = self._get(self._join(slot))
@@ -309,3 +309,7 @@ class RayCluster(Cluster):
                 from ray.util.placement_group import remove_placement_group
 
                 remove_placement_group(group)
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])

@@ -29,6 +29,8 @@ class ClusterRecord(msgspec.Struct):
     pid: int
     pid_started: float
     secret: Secret | None = None
+    url: str | None = None
+    """Where HTTP is served."""
     warnings: list[str] = []
     """What `baton up` has to say about it."""
 
@@ -53,12 +55,13 @@ def write_record(
     ray_address: str | None,
     *,
     secret: Secret | None = None,
+    url: str | None = None,
     warnings: Sequence[str] = (),
 ) -> None:
     """Record that this process owns the cluster. Raises ClusterError if another living one has the name."""
     claim_name(name)
     process = psutil.Process()
-    record = ClusterRecord(name, address, ray_address, process.pid, process.create_time(), secret, list(warnings))
+    record = ClusterRecord(name, address, ray_address, process.pid, process.create_time(), secret, url, list(warnings))
     folder = records_folder()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = folder / f".{name}.{os.getpid()}"

@@ -62,6 +62,8 @@ class RouterCore:
         """Messages of former or unknown lives, or that contradict themselves."""
         self._config = config
         self.incarnation = router_incarnation
+        self.url = ""
+        """Where HTTP is served; for `status`."""
         self._policy = PlacementPolicy(config)
         self._clock = clock
         self._membership = Membership(fingerprint)
@@ -114,6 +116,7 @@ class RouterCore:
             workers=self.view.statuses(now),
             model=self._config.model.source,
             max_model_len=0 if capacity is None else min(capacity.tokens, capacity.max_model_len),
+            url=self.url,
         )
 
     # --- events: clients --------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class RouterServer:
         self._guard = self._security.guard(self._context)
         try:
             if self._http is not None:
-                self.url = self._http.bind()
+                self.url = self._core.url = self._http.bind()
             front = self._bind(router.host, router.port, hwm=FRONT_HWM, key="router.port")
             back = self._bind(self._back_host, self._back_port, hwm=BACK_HWM, key="router.host")
         except BaseException:
