@@ -14,7 +14,7 @@ from baton_cli.output import err, out, print_json
 from baton_cluster.ray_session import RaySession
 from baton_experiments.experiment import HasAddress, Plan, RequestRecord, require_equal_resources, resolved, run
 from baton_experiments.report import comparisons, summarize, table, write_results
-from baton_experiments.workload import Lengths
+from baton_experiments.workloads import Lengths
 
 
 def _require_fitting(plan: Plan, config: ClusterConfig, model: CausalLMSpec) -> None:

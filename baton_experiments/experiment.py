@@ -20,7 +20,7 @@ from baton.errors import BatonError, ConfigError
 from baton_cluster.ray_cluster import RayCluster, bundle
 from baton_cluster.ray_session import RaySession
 from baton_experiments.placement import num_workers, with_placement
-from baton_experiments.workload import Lengths, PlannedRequest, synthetic
+from baton_experiments.workloads import Lengths, PlannedRequest, synthetic
 from router.client import AsyncRouterClient
 
 

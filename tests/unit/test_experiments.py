@@ -13,7 +13,7 @@ from baton.errors import BatonError, ConfigError
 from baton_experiments.experiment import Plan, RequestRecord, require_equal_resources
 from baton_experiments.placement import with_placement
 from baton_experiments.report import distribution, summarize, write_results
-from baton_experiments.workload import Lengths, poisson_arrivals, synthetic
+from baton_experiments.workloads import Lengths, poisson_arrivals, synthetic
 
 
 def test_arrivals_have_the_rate_and_scale_with_it() -> None:
