@@ -33,6 +33,7 @@ from baton.ports import Action, PeerEvent, PeerLinks, ToRouter
 from baton.protocol import (
     PROTOCOL_VERSION,
     Abort,
+    AskPrefixes,
     Heartbeat,
     Join,
     Joined,
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FROM_ROUTER: Codec[Any] = Codec(ToWorker)
-_TO_ROUTER: Codec[Any] = Codec(ToRouterFromWorker)
+_TO_ROUTER: Codec[Any] = Codec(ToRouterFromWorker, often=(Tokens,))
 
 MAX_PROBLEM = 4000
 """Characters of what a step raised that are handed on: of what libraries say there may be pages."""
@@ -381,7 +382,7 @@ class EngineWorker:
                     self._leaving = True
                 case AskLedger():
                     self._send_ledger(message)
-                case Submit() | Replace() | Abort() | Peers():
+                case Submit() | Replace() | Abort() | Peers() | AskPrefixes():
                     self._handle(self.core.on_router_message, message)
 
     def _read_monitor(self) -> None:
@@ -426,8 +427,8 @@ class EngineWorker:
             self._router_lost(f"silent for {self._router_timeout_s:g} s")
             return
         with self._condition:
-            load = self._load()
-        self._send_router(Heartbeat(self.info.incarnation, load))
+            load, prefixes = self._load(), self.core.take_prefix_news()
+        self._send_router(Heartbeat(self.info.incarnation, load, prefixes))
 
     def _send_ledger(self, ask: AskLedger) -> None:
         problem, _ = self._problem()

@@ -13,6 +13,7 @@ import msgspec
 
 from baton.audit import Audit, Holding, StrandedBlocks, take_stock
 from baton.engine.core import EngineCore
+from baton.engine.prefix_log import PrefixLog
 from baton.engine.request import ChunkDone, Effect, Emit, Ended, EngineRequest, PromptDone, StepPlan
 from baton.errors import RequestError
 from baton.ledger import MAX_BLOCK_IDS, MAX_ENTRIES, MAX_FINDINGS, AskLedger, Finding, LedgerEntry, LedgerReport
@@ -33,11 +34,14 @@ from baton.ports import (
 )
 from baton.protocol import (
     Abort,
+    AskPrefixes,
     AttemptFailed,
+    Heartbeat,
     LoadReport,
     LogprobsOut,
     MarksOut,
     Peers,
+    PrefixNews,
     Replace,
     RequestKey,
     Submit,
@@ -57,10 +61,15 @@ class WorkerCore:
         self.receive = receive
         self.stranded = StrandedBlocks()
         self._new_findings: list[Finding] = []
+        self._prefix_log: PrefixLog | None = None
+        """None: the router does not want to know, or nothing is kept here that could be found."""
+        self._num_prefix_news = 0
+        self._prefix_reset = False
+        """The next news tell of everything."""
 
     # --- events ---------------------------------------------------------------------------------
 
-    def on_router_message(self, message: Submit | Replace | Abort | Peers, now: float) -> list[Action]:
+    def on_router_message(self, message: Submit | Replace | Abort | Peers | AskPrefixes, now: float) -> list[Action]:
         """Raises nothing: what cannot be served is answered with AttemptFailed."""
         match message:
             case Submit():
@@ -71,6 +80,8 @@ class WorkerCore:
                 actions = self._replace(message, now)
             case Peers():
                 actions = self.send.on_peers(message.workers, now) if self.send else []
+            case AskPrefixes():
+                actions = self._start_prefix_log()
         return self._after(actions, now)
 
     def on_peer_event(self, event: PeerEvent, now: float) -> list[Action]:
@@ -102,6 +113,9 @@ class WorkerCore:
         actions: list[Action] = []
         for key in self.engine.live():
             actions += self._abort(key, now)
+        if self._prefix_log is not None:
+            self._prefix_log = None
+            self.engine.tables.log_prefixes(False)
         return self._after(actions, now)
 
     # --- steps ----------------------------------------------------------------------------------
@@ -149,6 +163,16 @@ class WorkerCore:
         return msgspec.structs.replace(
             load, stranded_blocks=stranded.num_blocks, stranded_block_seconds=stranded.block_seconds
         )
+
+    def take_prefix_news(self) -> PrefixNews | None:
+        """What the router has not been told yet of the prefixes that are cached here; None: nothing."""
+        log = self._prefix_log
+        if log is None or not (log or self._prefix_reset):
+            return None
+        self._num_prefix_news += 1
+        news = PrefixNews(self._num_prefix_news, *log.take(), self._prefix_reset)
+        self._prefix_reset = False
+        return news
 
     def num_held_blocks(self) -> int:
         """Blocks that are not free; zero once every request and transfer has ended (principle 4)."""
@@ -236,6 +260,12 @@ class WorkerCore:
             return [self._refused(submit.key, str(e))]
         return self.send.offer(submit, now) if handoff and self.send else []
 
+    def _start_prefix_log(self) -> list[Action]:
+        self._prefix_log = self.engine.tables.log_prefixes(True)
+        self._prefix_reset = self._prefix_log is not None
+        news = self.take_prefix_news()
+        return [] if news is None else [ToRouter(Heartbeat(self.info.incarnation, None, news))]
+
     def _replace(self, message: Replace, now: float) -> list[Action]:
         try:
             return self.send.replace(message, now) if self.send else []
@@ -279,7 +309,14 @@ class WorkerCore:
         if tokens:
             worker = self.info
             message = Tokens(
-                worker.worker_id, worker.incarnation, tuple(tokens), tuple(marks), self.load(), tuple(logprobs)
+                worker.worker_id,
+                worker.incarnation,
+                tuple(tokens),
+                tuple(marks),
+                self.load(),
+                tuple(logprobs),
+                # Where a prompt is done, or a request: what became findable with a block in between can wait.
+                self.take_prefix_news() if marks else None,
             )
             actions.insert(0, ToRouter(message))
         return actions

@@ -36,7 +36,7 @@ from baton.ports import (
     ToPeer,
     ToRouter,
 )
-from baton.protocol import Abort, Heartbeat, Peers, Replace, Submit, TransferId
+from baton.protocol import Abort, AskPrefixes, Heartbeat, Peers, Replace, Submit, TransferId
 from baton.worker_core import WorkerCore
 from baton_cluster.latency import LatencyModel, LinkModel, StepFailed
 from baton_cluster.virtual_clock import Alarm, VirtualClock
@@ -134,10 +134,11 @@ class SimulatedWorker:
     def beat(self) -> None:
         """Now and then every `heartbeat_s`, as long as it lives."""
         if self.alive:
-            self._to_router(self.info.incarnation, Heartbeat(self.info.incarnation, self.core.load()))
+            beat = Heartbeat(self.info.incarnation, self.core.load(), self.core.take_prefix_news())
+            self._to_router(self.info.incarnation, beat)
             self._clock.after(self._heartbeat_s, self.beat)
 
-    def on_router_message(self, message: Submit | Replace | Abort | Peers) -> None:
+    def on_router_message(self, message: Submit | Replace | Abort | Peers | AskPrefixes) -> None:
         if self.alive:
             self._take(self.core.on_router_message(message, self._clock.now))
 

@@ -16,6 +16,7 @@ from collections.abc import Collection
 
 from baton.engine.blocks import BlockPool
 from baton.engine.prefix_cache import NOTHING, Match, PrefixCache
+from baton.engine.prefix_log import PrefixLog
 from baton.engine.request import EngineRequest, StepPlan
 from baton.protocol import RequestKey
 from baton.timeline import Mark
@@ -37,6 +38,15 @@ class BlockTables:
     def num_missing(self, request: EngineRequest) -> int:
         """Blocks that it lacks to compute all tokens it has, before any sharing; below 0: it has more, to grow into."""
         return self.blocks_for(len(request.tokens)) - len(request.blocks)
+
+    def log_prefixes(self, wanted: bool) -> PrefixLog | None:
+        """Start anew to note what the prefix cache can find, or stop it; None where there is no prefix cache."""
+        if self.cache is None:
+            return None
+        if wanted:
+            return self.cache.start_log()
+        self.cache.stop_log()
+        return None
 
     # --- taking ---------------------------------------------------------------------------------
 

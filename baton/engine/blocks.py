@@ -6,7 +6,9 @@ Knows ids, counts and keys only; who holds which block, and what a key means, is
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from baton.engine.prefix_log import PrefixLog
 
 
 class BlockPool:
@@ -31,6 +33,8 @@ class BlockPool:
         self._keys: list[tuple[bytes, ...]] = [()] * num_blocks
         """What each block is registered as."""
         self._by_key: dict[bytes, int] = {}
+        self.log: PrefixLog | None = None
+        """Told of every key that comes or goes."""
 
     @property
     def num_free(self) -> int:
@@ -98,6 +102,8 @@ class BlockPool:
         by_key = self._by_key
         if key not in by_key:
             by_key[key] = block
+            if self.log is not None:
+                self.log.note(key, True)
             known = self._keys[block]
             self._keys[block] = (*known, key) if known else (key,)
 
@@ -113,7 +119,13 @@ class BlockPool:
         assert block not in self._cached
         for key in self._keys[block]:
             del self._by_key[key]
+            if self.log is not None:
+                self.log.note(key, False)
         self._keys[block] = ()
+
+    def all_keys(self) -> Iterable[bytes]:
+        """Whatever can be found."""
+        return self._by_key.keys()
 
     # --- audit ----------------------------------------------------------------------------------
 

@@ -61,6 +61,8 @@ class EngineCore:
         self.times = StepTimes()
         self.max_model_len = max_model_len
         self.num_steps = 0
+        self.num_preemptions = 0
+        """Times a request gave its blocks up for another, to compute them again later."""
         self._policy = policy
         self._eos = frozenset(eos_token_ids)
         self._requests: dict[RequestKey, EngineRequest] = {}
@@ -73,6 +75,8 @@ class EngineCore:
         self._deadlines: list[tuple[float, RequestKey]] = []
         self._plan: StepPlan | None = None
         self._scheduled_at = 0.0
+        self._chunk_tokens = 0
+        """Of the plan."""
 
     # --- requests come in ---------------------------------------------------------------------
 
@@ -237,12 +241,16 @@ class EngineCore:
         assert self._plan is None, "the last step is not complete"
         step = self._plan_step(now)
         while not step.items:
-            if not step.give_way():
+            gave_way = step.give_way()
+            self.num_preemptions += step.num_preempted
+            if not gave_way:
                 return None
             step = self._plan_step(now)
+        self.num_preemptions += step.num_preempted
         self._waiting.advance(step.chunk_tokens)
         self._plan = StepPlan(step.items, step.copies, step.skipped)
         self._scheduled_at = now
+        self._chunk_tokens = step.chunk_tokens
         return self._plan
 
     def _plan_step(self, now: float) -> Step:
@@ -256,9 +264,8 @@ class EngineCore:
         self._plan = None
         self.num_steps += 1
         self.tables.end_copies(plan)
-        if self.limits.target_s is not None:
-            num_decodes = sum(item.num_tokens == 1 for item in plan.items)
-            self.times.observe(num_decodes, plan.total_tokens - num_decodes, now - self._scheduled_at)
+        chunk_tokens = self._chunk_tokens
+        self.times.observe(plan.total_tokens - chunk_tokens, chunk_tokens, now - self._scheduled_at)
         effects: list[Effect] = []
         for item, token in zip(plan.items, tokens, strict=True):
             request = item.request
@@ -355,6 +362,7 @@ class EngineCore:
         pending = sum(len(r.tokens) - r.num_computed for r in queued)
         pending += sum(n for r in self._running.values() if (n := len(r.tokens) - r.num_computed) > 1)
         cache = self.tables.cache
+        times = self.times.summary(max(1, len(self._running)))
         return LoadReport(
             num_waiting=len(queued),
             num_running=len(self._running),
@@ -365,6 +373,10 @@ class EngineCore:
             blocks_cached=self.pool.num_cached,
             cache_queried_tokens=cache.num_queried_tokens if cache is not None else 0,
             cache_hit_tokens=cache.num_hit_tokens if cache is not None else 0,
+            decode_step_s=times.decode_s,
+            decode_slope_s=times.slope_s,
+            prefill_token_s=times.token_s,
+            num_preemptions=self.num_preemptions,
         )
 
     def live(self) -> list[RequestKey]:

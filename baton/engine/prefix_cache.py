@@ -21,10 +21,9 @@ from typing import Final, NamedTuple
 from xxhash import xxh3_128_digest
 
 from baton.engine.blocks import BlockPool
+from baton.engine.prefix_log import PrefixLog
 from baton.engine.request import EngineRequest
-
-DIGEST_BYTES: Final = 16
-TOKEN_BYTES: Final = 4
+from baton.prefix_hash import DIGEST_BYTES, TOKEN_BYTES, root_digest
 
 
 class Match(NamedTuple):
@@ -87,12 +86,20 @@ class PrefixCache:
     def _parent(self, request: EngineRequest, index: int) -> bytes:
         """The digest of all before the block at `index`."""
         if index == 0:
-            return xxh3_128_digest(f"{self._fingerprint}\0{request.cache_salt}".encode())
+            return root_digest(self._fingerprint, request.cache_salt)
         return xxh3_128_digest(request.block_keys[index - 1])
 
     def num_covered(self, block: int) -> int:
         """How many first positions of the block are promised to whoever finds it, and must not be written."""
         return max(((len(key) - DIGEST_BYTES) // TOKEN_BYTES for key in self._pool.keys_of(block)), default=0)
+
+    def start_log(self) -> PrefixLog:
+        """From now on, note which full blocks can be found; those that can be now come first."""
+        self._pool.log = log = PrefixLog(DIGEST_BYTES + self._block_size * TOKEN_BYTES, self._pool.all_keys())
+        return log
+
+    def stop_log(self) -> None:
+        self._pool.log = None
 
     # --- finding --------------------------------------------------------------------------------
 

@@ -53,7 +53,8 @@ class Step:
         self._times = times
         self._budget = limits.max_batch_tokens
         self._now = now
-        self._preempted = False
+        self.num_preempted = 0
+        """Requests that gave their blocks up for others."""
 
     def decode(self) -> None:
         # This loop and the one in `complete` run for every token; they are written out rather than factored.
@@ -82,7 +83,7 @@ class Step:
             return
         prompts.sort(key=order)
         # Whoever was just preempted must not take back the blocks it lost, or both would starve.
-        waiting = [] if self._preempted else list(self._waiting)
+        waiting = [] if self.num_preempted else list(self._waiting)
         num_decodes = len(self.items)
         chunk_budget = self._chunk_budget(num_decodes)
         full = self._full(num_decodes)
@@ -206,7 +207,7 @@ class Step:
     def _preempt(self, victim: EngineRequest) -> None:
         self._tables.free(victim)
         victim.num_computed = 0
-        self._preempted = True
+        self.num_preempted += 1
         if victim.state is RequestState.RUNNING:
             del self._running[victim.key]
             victim.state = RequestState.WAITING

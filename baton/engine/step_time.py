@@ -5,18 +5,36 @@ known numbers of decodes next to it. A prompt token costs what is left of the st
 All are averages that forget (exponentially, one part in five a step): contexts grow, and other work comes and goes.
 A number of decodes that no step had for long is unknown again: one step that was slow by chance might keep it from
 ever being tried.
+What others are told (`summary`) is smoother: a line through all numbers of decodes, so that it has a slope, and a
+prompt token's share of all chunks, long and short ones.
 Pure: durations are told.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from typing import NamedTuple
 
 FORGET = 0.2
+KEEP = 0.95
+"""Of the weight of former steps, in what is summed up over steps of all sizes."""
 CAUTIOUS_TOKENS = 64
 """Of a chunk beside decodes, as long as no chunk was ever timed."""
+MIN_VARIANCE = 1e-3
+"""Of the numbers of decodes: below that they were all the same."""
 STALE_STEPS = 1000
 """Steps after which a number of decodes that none of them had is forgotten."""
+
+
+class StepSummary(NamedTuple):
+    """What a worker's steps cost. 0: nothing is known."""
+
+    decode_s: float = 0.0
+    """Seconds of a decode step of the asked size."""
+    slope_s: float = 0.0
+    """Seconds that each further decode adds."""
+    token_s: float = 0.0
+    """Seconds of a prompt token."""
 
 
 class StepTimes:
@@ -28,11 +46,20 @@ class StepTimes:
         """By number of decodes, the step that had it last, oldest first."""
         self._num_steps = 0
         self._token_s: float | None = None
+        # Sums over decode steps, of weight, decodes, seconds, decodes squared and decodes times seconds.
+        self._w = self._x = self._y = self._xx = self._xy = 0.0
+        self._chunk_s = self._chunk_tokens = 0.0
 
     def observe(self, num_decodes: int, num_chunk_tokens: int, seconds: float) -> None:
         """A step has ended."""
         self._num_steps += 1
         if num_chunk_tokens == 0:
+            n = num_decodes
+            self._w = self._w * KEEP + 1
+            self._x = self._x * KEEP + n
+            self._y = self._y * KEEP + seconds
+            self._xx = self._xx * KEEP + n * n
+            self._xy = self._xy * KEEP + n * seconds
             self._decode_s[num_decodes] = _blend(self._decode_s.get(num_decodes), seconds)
             self._seen_at.pop(num_decodes, None)
             self._seen_at[num_decodes] = self._num_steps
@@ -42,6 +69,25 @@ class StepTimes:
         else:
             rest = max(0.0, seconds - self.decode_s(num_decodes))
             self._token_s = _blend(self._token_s, rest / num_chunk_tokens)
+            self._chunk_s = self._chunk_s * KEEP + rest
+            self._chunk_tokens = self._chunk_tokens * KEEP + num_chunk_tokens
+
+    def summary(self, num_decodes: int) -> StepSummary:
+        """What steps cost lately, of which one has `num_decodes` decodes."""
+        token_s = self._chunk_s / self._chunk_tokens if self._chunk_tokens else 0.0
+        if not self._w:
+            return StepSummary(token_s=token_s)
+        mean_x, mean_y = self._x / self._w, self._y / self._w
+        variance = self._xx / self._w - mean_x * mean_x
+        slope = 0.0
+        if variance > MIN_VARIANCE:
+            # An empty step takes no less than nothing, whatever a line through a few points says.
+            slope = (self._xy / self._w - mean_x * mean_y) / variance
+            slope = min(max(0.0, slope), mean_y / mean_x)
+        known = self._decode_s.get(num_decodes)
+        if known is None:
+            known = max(0.0, mean_y + slope * (num_decodes - mean_x))
+        return StepSummary(known, min(slope, known / num_decodes) if num_decodes else slope, token_s)
 
     def decode_s(self, num_decodes: int) -> float:
         """Expected seconds of a step of so many decodes; 0 as long as nothing is known."""
