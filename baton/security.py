@@ -14,15 +14,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import hmac
-import ipaddress
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-from baton.config import Secret
+from baton.config import ApiKey, Secret, is_loopback
 from baton.errors import ConfigError
 
 MAX_BROKEN_OFF = 3
@@ -156,16 +156,6 @@ def worth_saying(count: int) -> bool:
     return count <= 10 or count % 1000 == 0
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a socket bound to `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
 def exposure(hosts: list[str], secret: Secret | None) -> str | None:
     """A warning, if one of the hosts that Baton listens on can be reached from elsewhere and there is no secret."""
     open_hosts = sorted({host for host in hosts if not is_loopback(host)})
@@ -174,6 +164,16 @@ def exposure(hosts: list[str], secret: Secret | None) -> str | None:
     return (
         f"listening on {', '.join(open_hosts)} without security.secret: whoever reaches these ports can read prompts "
         f"and answers, send requests and join as a worker; set security.secret or BATON_SECRET"
+    )
+
+
+def http_exposure(host: str, api_keys: Sequence[ApiKey]) -> str | None:
+    """The same of the HTTP server, whose clients have keys instead."""
+    if api_keys or is_loopback(host):
+        return None
+    return (
+        f"serving HTTP on {host} without http.api_keys: whoever reaches the port can send requests, drain workers and "
+        f"see what others' requests took; set http.api_keys or BATON_API_KEY"
     )
 
 
