@@ -1,19 +1,25 @@
-"""OpenAI's API."""
+"""OpenAI's API: which path is answered by whom."""
 
 from __future__ import annotations
 
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from baton.config import ClusterConfig
 from router.desk import Desk
+from router.http import tokenization
+from router.http.chat import ChatAnswer
+from router.http.completions import CompletionAnswer
+from router.http.endpoint import Endpoint
+from router.http.schema import ChatBody, CompletionBody
+from router.http.serving import Service
 
 
 def routes(config: ClusterConfig, desk: Desk) -> list[Route]:
     """`/v1/...`."""
-
-    async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": config.model.source, "object": "model"}]})
-
-    return [Route("/v1/models", models)]
+    service = Service(config, desk)
+    return [
+        Route("/v1/chat/completions", Endpoint(service, ChatBody, ChatAnswer), methods=["POST"]),
+        Route("/v1/completions", Endpoint(service, CompletionBody, CompletionAnswer), methods=["POST"]),
+        *service.models.routes(),
+        *tokenization.routes(service),
+    ]

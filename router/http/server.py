@@ -15,6 +15,8 @@ from baton.config import ClusterConfig
 from baton.errors import ClusterError
 from router.desk import Desk
 from router.http.app import build_app
+from router.http.connection import connection_class
+from router.http.tls import check_tls
 from router.sockets import reachable
 
 log = logging.getLogger("baton.router")
@@ -22,8 +24,8 @@ log = logging.getLogger("baton.router")
 BACKLOG = 4096
 KEEP_ALIVE_S = 75
 """How long a connection may idle between two requests."""
-GRACE_S = 1.0
-"""For answers to get to their end once all requests have ended."""
+GRACE_S = 1
+"""For answers to get to their end once all requests have ended; uvicorn counts whole seconds."""
 
 
 class HttpServer:
@@ -36,13 +38,15 @@ class HttpServer:
         self._serving: asyncio.Task[None] | None = None
 
     def bind(self) -> str:
-        """Listen; returns the URL. ClusterError if the port cannot be had."""
+        """Listen; returns the URL. ClusterError if the port cannot be had, ConfigError for an unusable certificate."""
         http = self._config.http
+        check_tls(http)
         family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind((http.host, http.port))
+            self._socket.listen(BACKLOG)  # whoever is told the URL may connect, and waits until it is served
         except OSError as e:
             self.close()
             raise ClusterError(
@@ -59,16 +63,17 @@ class HttpServer:
         config = uvicorn.Config(
             build_app(self._config, desk),
             loop="none",
-            http="httptools",
+            http=connection_class(self._config.http),
             ws="none",
             lifespan="off",
             log_config=None,
+            log_level="error",  # what strangers send makes it warn, any number of times
             access_log=False,
             server_header=False,
             proxy_headers=False,
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=1,
+            timeout_graceful_shutdown=GRACE_S,
             ssl_certfile=self._config.http.tls_certificate,
             ssl_keyfile=self._config.http.tls_key,
         )
