@@ -60,8 +60,11 @@ class RequestDone(msgspec.Struct, frozen=True):
     marks: dict[int, float]
     prefill_worker: str
     decode_worker: str
+    """Both empty: it ended before it was placed."""
     attempts: int
     kv_bytes: int
+    n: int = 1
+    """Samples that the request had."""
 
 
 class RequestFailed(msgspec.Struct, frozen=True):
@@ -75,6 +78,8 @@ class RequestFailed(msgspec.Struct, frozen=True):
     field: str | None = None
     n: int = 1
     """Samples that the request had."""
+    retry_after_s: float | None = None
+    """Of code `overloaded`: when there may be room; None: that cannot be told."""
 
 
 class LedgerDone(msgspec.Struct, frozen=True):

@@ -5,13 +5,13 @@ Pure checks that raise typed errors. Must not know where a request goes or how i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from baton.errors import InvalidRequestError, OverloadedError, RequestTooLargeError
+from baton.errors import InvalidRequestError, RequestTooLargeError
 from baton.protocol import MAX_TEXT, Generate
 from baton.sampling_params import MAX_PROMPT_LOGPROBS, MAX_PROMPT_TOKENS, SamplingParams
 from router.policy import Demand, PlacementPolicy
-from router.view import ClusterView
+from router.view import ClusterView, WorkerView
 
 
 def check_source(message: Generate) -> None:
@@ -71,20 +71,19 @@ def check_prompt_logprobs(num_prompt: int, sampling: SamplingParams) -> None:
         )
 
 
-def admit(
+def check_request(
     num_prompt: int,
     max_tokens: int,
     *,
     view: ClusterView,
     policy: PlacementPolicy,
-    num_open: int,
     max_requests: int,
     n: int = 1,
 ) -> None:
-    """Let `n` samples of a request of these sizes (tokens) in beside `num_open` others, or raise.
+    """That `n` samples of a request of these sizes (tokens) could be served if nothing else were, or raise.
 
     InvalidRequestError: nothing to start from, or more samples than are ever let in. RequestTooLargeError: no
-    worker known could ever hold it. OverloadedError: with it more than `max_requests` would be open.
+    worker known could ever hold it.
     """
     if num_prompt < 1:
         raise InvalidRequestError("the prompt has no tokens; give at least one to start from", field="prompt")
@@ -93,10 +92,22 @@ def admit(
             f"n is {n}, but router.max_requests, which counts samples, is {max_requests}", field="n"
         )
     check_size(num_prompt, max_tokens, view=view, policy=policy)
-    if num_open + n > max_requests:
-        raise OverloadedError(
-            f"{num_open} requests are in the system, router.max_requests is {max_requests}; retry when some have ended"
-        )
+
+
+def predict_prefill_s(demand: Demand, workers: Iterable[WorkerView]) -> float | None:
+    """Seconds from its placement to its first token, at the one of these workers that is the first to have it.
+
+    `(tokens that wait there + its own) * prefill_token_s`, which the worker measures; what a cache will spare counts
+    in full. None: none of them has measured yet.
+    """
+    return min(
+        (
+            (max(worker.prefill_tokens, worker.load.num_pending_tokens) + demand.context) * worker.load.prefill_token_s
+            for worker in workers
+            if worker.load.prefill_token_s
+        ),
+        default=None,
+    )
 
 
 def check_size(num_prompt: int, max_tokens: int, *, view: ClusterView, policy: PlacementPolicy) -> None:

@@ -36,6 +36,10 @@ from baton.protocol import (
     Explained,
     Failed,
     Generate,
+    Overview,
+    OverviewRequest,
+    Records,
+    RecordsRequest,
     Status,
     StatusRequest,
     ToClient,
@@ -55,6 +59,8 @@ GRACE_S = 0.05
 """After the connection ends: messages that came before it may still lie in the socket."""
 
 Event = StreamDelta | Completion | BatonError
+Question = StatusRequest | Drain | Explain | LedgerRequest | OverviewRequest | RecordsRequest
+ANSWERS = (Status, Explained, ClusterLedger, Overview, Records)
 
 
 class _Call:
@@ -216,13 +222,28 @@ class AsyncRouterClient:
         return status
 
     async def explain(self, request_id: str) -> RequestRecord:
-        """Where an ended request went and why: every candidate's score, attempts, marks. By id or the start of one.
+        """Where a request went and why, open or ended: candidates' scores, attempts, marks. By id or the start of one.
 
         InvalidRequestError if the router knows none.
         """
         await self.connect()
         answer: Explained = await self._ask(lambda label: Explain(label, request_id))
         return msgspec.convert(answer.record, RequestRecord)
+
+    async def overview(self) -> dict[str, Any]:
+        """Pools, workers, latencies and the last requests in short: what `GET /baton/overview` answers."""
+        await self.connect()
+        answer: Overview = await self._ask(OverviewRequest)
+        return answer.data
+
+    async def records(self, limit: int = 50) -> list[RequestRecord]:
+        """What became of the last requests that ended, at most `limit` (1 to 1024), the latest first.
+
+        Without what candidates cost, which `explain` tells of one.
+        """
+        await self.connect()
+        answer: Records = await self._ask(lambda label: RecordsRequest(label, limit))
+        return msgspec.convert(answer.records, list[RequestRecord])
 
     async def drain(self, worker_id: str, *, undo: bool = False) -> Status:
         """Let a worker finish what it has and get nothing new (`undo`: again); the cluster as of then.
@@ -303,9 +324,7 @@ class AsyncRouterClient:
         task = self._connecting
         return task is not None and (task.cancelled() or task.exception() is not None)
 
-    async def _ask(
-        self, question: Callable[[str], StatusRequest | Drain | Explain | LedgerRequest], timeout: float | None = None
-    ) -> Any:
+    async def _ask(self, question: Callable[[str], Question], timeout: float | None = None) -> Any:
         timeout = self._connect_timeout if timeout is None else timeout
         label = f"status-{next(self._labels)}"
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -345,7 +364,7 @@ class AsyncRouterClient:
                     call.sink(call.collector.complete(message, at))
             elif kind is Failed:
                 self._on_failed(message)
-            elif kind is Status or kind is Explained or kind is ClusterLedger:
+            elif kind in ANSWERS:
                 answer = self._asked.get(message.label)
                 if answer is not None and not answer.done():
                     answer.set_result(message)
@@ -356,7 +375,7 @@ class AsyncRouterClient:
             call.sink(call.collector.add(delta, at))
 
     def _on_failed(self, message: Failed) -> None:
-        error = error_from_code(message.code, message.message, field=message.field)
+        error = error_from_code(message.code, message.message, field=message.field, retry_after_s=message.retry_after_s)
         call = self._calls.pop(message.label, None)
         answer = self._asked.get(message.label)
         if call is not None:

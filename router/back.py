@@ -13,7 +13,7 @@ from typing import Any
 
 from baton.codec import Codec
 from baton.errors import CodecError, VersionError
-from baton.protocol import Heartbeat, Join, JoinRefused, ToRouterFromWorker, ToWorker
+from baton.protocol import Heartbeat, Join, JoinRefused, Submit, ToRouterFromWorker, ToWorker
 from baton.security import worth_saying
 from router.actions import RouterAction, SendWorker
 from router.core import RouterCore
@@ -30,7 +30,7 @@ class Back:
         self._core = core
         self._counters = counters
         self._in: Codec[Any] = Codec(ToRouterFromWorker)
-        self._out: Codec[Any] = Codec(ToWorker)
+        self._out: Codec[Any] = Codec(ToWorker, often=(Submit,))
         self._routes: dict[str, bytes] = {}
         """Incarnation -> routing id."""
         self._lives: dict[bytes, str] = {}

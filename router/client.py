@@ -178,8 +178,16 @@ class RouterClient:
         return self._run(self._async.status())
 
     def explain(self, request_id: str) -> RequestRecord:
-        """Where an ended request went and why; see `AsyncRouterClient.explain`."""
+        """Where a request went and why, open or ended; see `AsyncRouterClient.explain`."""
         return self._run(self._async.explain(request_id))
+
+    def overview(self) -> dict[str, Any]:
+        """Pools, workers, latencies and the last requests in short; see `AsyncRouterClient.overview`."""
+        return self._run(self._async.overview())
+
+    def records(self, limit: int = 50) -> list[RequestRecord]:
+        """What became of the last requests that ended; see `AsyncRouterClient.records`."""
+        return self._run(self._async.records(limit))
 
     def ledger(
         self, worker_id: str | None = None, *, block_ids: bool = False, timeout: float = LEDGER_TIMEOUT_S

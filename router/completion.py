@@ -65,6 +65,9 @@ class GenerateOptions(TypedDict, total=False):
     """The text ends after the stop string instead."""
     priority: int
     """Requests of a lower one are served earlier where they wait; 0 is usual."""
+    timeout_s: float | None
+    """The cluster itself ends the request as failed after so long, wherever it is by then. (A call's `timeout` is
+    what its caller waits.)"""
     n: int
     """So many answers to the prompt, drawn independently (`Completion.choices`)."""
 
@@ -270,9 +273,9 @@ def build_generate(label: str, prompt: Prompt, **options: Unpack[GenerateOptions
     return msgspec.structs.replace(message, **request) if request else message
 
 
-_REQUEST_OPTIONS = {"stop", "include_stop_str_in_output", "n", "priority"}
+_REQUEST_OPTIONS = {"stop", "include_stop_str_in_output", "n", "priority", "timeout_s"}
 """Options that are no `SamplingParams`."""
-_FLOATS = {"temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"}
+_FLOATS = {"timeout_s", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"}
 _TYPES = {field.name: field.type for kind in (SamplingParams, Generate) for field in msgspec.structs.fields(kind)}
 
 

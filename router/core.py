@@ -15,15 +15,17 @@ What holds, whatever comes (`check_integrity` and the property tests watch it):
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 
 from baton.config import ClusterConfig
-from baton.errors import BatonError, InvalidRequestError, JoinRefusedError
+from baton.errors import BatonError, InvalidRequestError, JoinRefusedError, OverloadedError
 from baton.ledger import LedgerReport, LedgerRequest
 from baton.protocol import (
     MAX_WORKERS,
+    AskPrefixes,
     AttemptFailed,
     HandoffDone,
     HandoffRefused,
@@ -33,22 +35,28 @@ from baton.protocol import (
     JoinRefused,
     Leaving,
     Peers,
+    PrefixNews,
     RequestKey,
     Status,
     Tokens,
     ToRouterFromWorker,
+    WorkerStatus,
 )
 from baton.sampling_params import SamplingParams
 from baton.timeline import Mark
 from router.actions import ClientId, RequestFailed, SendWorker
-from router.admission import admit, check_prompt_logprobs, check_sampling
+from router.admission import check_prompt_logprobs, check_request, check_sampling
 from router.ledger import LedgerQuestions
 from router.lifecycle import Actions, Lifecycle
 from router.membership import Membership
 from router.policy import PlacementPolicy
-from router.records import MAX_RECORDS, RequestRecord
+from router.prefix_index import PromptHashes
+from router.records import MAX_RECORDS, RequestRecord, record_of
 from router.request import ClientRequest, RoutedRequest, State, TokenWatch
 from router.view import ClusterView, WorkerView
+
+HANDOFF_CODES = frozenset(("transfer", "peer_lost"))
+"""Of attempts that failed on the way from prefill to decode."""
 
 
 class RouterCore:
@@ -57,13 +65,23 @@ class RouterCore:
     def __init__(
         self, config: ClusterConfig, *, router_incarnation: str, fingerprint: str | None = None, clock: str = ""
     ):
-        self.view = ClusterView()
+        self.view = ClusterView(config.router.max_handoffs)
         self.num_dropped = 0
         """Messages of former or unknown lives, or that contradict themselves."""
         self._config = config
         self.incarnation = router_incarnation
         self.url = ""
         """Where HTTP is served; for `status`."""
+        self.handoffs: Counter[str] = Counter(done=0, refused=0, failed=0)
+        """Hand-overs by what became of them; one that was refused may have gone to another worker."""
+        self.num_handoff_blocks = 0
+        self.stopping = False
+        """Its driver is about to end: whoever asks is told to go elsewhere (`on_stopping`)."""
+        self.num_refused = 0
+        """Requests that were not let in, those displaced from the queue included."""
+        self.num_timeouts = 0
+        """Requests whose time was over before they ended."""
+        self._num_arrived = 0
         self._policy = PlacementPolicy(config)
         self._clock = clock
         self._membership = Membership(fingerprint)
@@ -80,22 +98,75 @@ class RouterCore:
         """Open requests; each sample counts as one."""
         return len(self._book)
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt plus output that the known workers can hold; 0: none known."""
+        capacity = self._policy.capacity(self.view)
+        return 0 if capacity is None else min(capacity.tokens, capacity.max_model_len)
+
+    @property
+    def num_queued(self) -> int:
+        """Of the open requests' samples, those that wait for a worker to have room."""
+        return len(self._life.dispatch.queue)
+
+    @property
+    def num_parked(self) -> int:
+        """Those that wait for a worker to come, or to be tried again."""
+        return len(self._book.parked())
+
+    @property
+    def num_retries(self) -> int:
+        """Attempts so far that followed another."""
+        return self._life.num_retries
+
+    @property
+    def num_displaced(self) -> int:
+        """Requests that left the queue for more important ones."""
+        return self._life.num_displaced
+
+    @property
+    def num_breakers_opened(self) -> int:
+        return self._life.dispatch.breakers.num_opened
+
+    def worker_statuses(self, now: float) -> tuple[WorkerStatus, ...]:
+        """All workers, in the order in which their ids first joined."""
+        return self.view.statuses(now, self._life.dispatch.breakers.states(now))
+
+    def request(self, request_id: str, sample: int = 0) -> RoutedRequest | None:
+        """A sample of an open request, to look at; None where it has ended, or never was."""
+        return self._book.by_id.get((request_id, sample))
+
+    def record(self, request_id: str) -> RequestRecord | None:
+        """What became of a request that ended; by its whole id. None where it was refused, or is forgotten."""
+        return self._life.records.get(request_id)
+
+    def recent(self, limit: int) -> list[RequestRecord]:
+        """The last requests that ended, the latest first, at most `limit`."""
+        return self._life.records.recent(limit)
+
     def clients(self) -> dict[ClientId, str]:
         """Clients with open requests, each with the label of one of them."""
         return self._book.clients()
 
-    def explain(self, request_id: str) -> RequestRecord:
-        """Where a request that ended went, and why; by id or the start of one. InvalidRequestError if there is none."""
-        record = self._life.records.find(request_id)
-        if record is None:
+    def explain(self, request_id: str, now: float) -> RequestRecord:
+        """Where a request went so far, or where it ended, and why; by id or the start of one.
+
+        InvalidRequestError if no request alone has such an id.
+        """
+        records = self._life.records.find(request_id)
+        if request_id:
+            owners = {r.owner.request_id: r.owner for r in self._book.by_id.values()}
+            records += [record_of(owner, now=now) for key, owner in owners.items() if key.startswith(request_id)]
+        exact = [record for record in records if record.request_id == request_id]
+        if len(exact or records) != 1:
             raise InvalidRequestError(
-                f"no ended request of this router has an id that alone begins with {request_id!r}; it remembers the "
-                f"last {MAX_RECORDS}",
+                f"no request of this router has an id that alone begins with {request_id!r}; it knows those that are "
+                f"open and the last {MAX_RECORDS} that ended",
                 field="request_id",
             )
-        return record
+        return (exact or records)[0]
 
-    def on_drain(self, worker_id: str, undo: bool) -> None:
+    def on_drain(self, worker_id: str, undo: bool, now: float) -> Actions:
         """Place nothing more on this worker, or again. Raises InvalidRequestError if there is none of this id."""
         if worker_id not in self.view.workers:
             known = ", ".join(sorted(self.view.workers)) or "none"
@@ -104,18 +175,28 @@ class RouterCore:
             self.view.draining.discard(worker_id)
         else:
             self.view.draining.add(worker_id)
+        out: Actions = []
+        if undo:
+            self._life.place_parked(now, out)
+        self._life.review_queue(now, out)
+        return out
+
+    def on_stopping(self, now: float) -> Actions:
+        """Let nothing more in. What is open goes on."""
+        self.stopping = True
+        return []
 
     def status(self, label: str, now: float) -> Status:
-        """The cluster as of now. `max_model_len`: prompt plus output that the known workers can hold; 0: none known."""
-        capacity = self._policy.capacity(self.view)
+        """The cluster as of now."""
         return Status(
             label=label,
             name=self._config.name,
             router_incarnation=self.incarnation,
             num_requests=len(self._book),
-            workers=self.view.statuses(now),
+            num_queued=self.num_queued,
+            workers=self.worker_statuses(now),
             model=self._config.model.source,
-            max_model_len=0 if capacity is None else min(capacity.tokens, capacity.max_model_len),
+            max_model_len=self.max_model_len,
             url=self.url,
         )
 
@@ -134,41 +215,69 @@ class RouterCore:
         received_at: float | None = None,
         n: int = 1,
         priority: int = 0,
+        timeout_s: float | None = None,
         watches: Sequence[TokenWatch] = (),
+        session: str = "",
     ) -> Actions:
         """A new request of `n` samples. `seed` is used where `sampling` has none.
 
-        `received_at`: when its bytes came (default `now`). `watches`: one per sample, or none. A refusal is the
-        only action then, a RequestFailed.
+        `received_at`: when its bytes came (default `now`). `timeout_s`: it fails after so long, or after
+        `router.request_timeout_s` if that is shorter. `watches`: one per sample, or none. `session`: requests of
+        the same one go to the same workers, where a policy heeds it. A refusal is the only action then, a
+        RequestFailed.
         """
         assert not watches or len(watches) == n
+        out: Actions = []
         try:
+            if self.stopping:
+                raise OverloadedError(
+                    "the router is stopping; send the request to another, or to the one that follows at its address",
+                    retry_after_s=self._config.router.shutdown_grace_s + 1.0,
+                )
             if self._book.find(client, label) is not None:
                 raise InvalidRequestError(f"label {label!r} belongs to an open request of this client", field="label")
             check_sampling(sampling)
-            admit(
+            check_request(
                 len(prompt),
                 sampling.max_tokens,
                 view=self.view,
                 policy=self._policy,
-                num_open=len(self._book),
                 max_requests=self._config.router.max_requests,
                 n=n,
             )
             check_prompt_logprobs(len(prompt), sampling)
             if sampling.seed is None:
                 sampling = msgspec.structs.replace(sampling, seed=seed)
-            owner = ClientRequest(client, label, request_id, prompt, sampling, n=n, priority=priority, watches=watches)
-            placement = self._policy.place(owner.samples[0].demand, self.view, now)
+            self._num_arrived += 1
+            owner = ClientRequest(
+                client,
+                label,
+                request_id,
+                prompt,
+                sampling,
+                n=n,
+                priority=priority,
+                order=self._num_arrived,
+                watches=watches,
+                session=session,
+                hashes=PromptHashes(prompt) if self._policy.uses_prefixes else None,
+            )
+            limits = [s for s in (timeout_s, self._config.router.request_timeout_s) if s is not None]
+            owner.timeout_s = min(limits, default=None)
+            for request in owner.samples:
+                request.ends_at = None if owner.timeout_s is None else now + owner.timeout_s
+                request.timeline.mark(Mark.RECEIVED, now if received_at is None else received_at)
+            self._life.enter(owner, now, out)
         except BatonError as e:
-            return [RequestFailed(client, label, request_id, e.code, str(e), getattr(e, "field", None), n)]
-        self._book.add(owner)
-        out: Actions = []
-        for request in owner.samples:
-            if self._config.router.request_timeout_s is not None:
-                request.ends_at = now + self._config.router.request_timeout_s
-            request.timeline.mark(Mark.RECEIVED, now if received_at is None else received_at)
-            self._life.start(request, placement, now, out)  # all at one pair: they share the prompt's KV
+            self.num_refused += 1
+            field, retry_after_s = getattr(e, "field", None), getattr(e, "retry_after_s", None)
+            return [RequestFailed(client, label, request_id, e.code, str(e), field, n, retry_after_s)]
+        return self._after(out, now)
+
+    def _after(self, out: Actions, now: float) -> Actions:
+        """What an event leads to beside its own actions: where there is room now, others follow."""
+        if self._book.freed:
+            self._life.place_queued(now, out)
         return out
 
     def on_cancel(self, client: ClientId, label: str, now: float, sample: int | None = None) -> Actions:
@@ -180,22 +289,23 @@ class RouterCore:
         owner = self._book.find(client, label)
         for request in () if owner is None else owner.open_samples():
             if sample is None or request.sample == sample:
-                self._life.cancel(request, out)
-        return out
+                self._life.cancel(request, now, out)
+        return self._after(out, now)
 
     def on_client_gone(self, client: ClientId, now: float) -> Actions:
         """The client cannot be reached any more: end all that it has open."""
         out: Actions = []
         for owner in self._book.of_client(client):
             for request in owner.open_samples():
-                self._life.cancel(request, out)
-        return out
+                self._life.cancel(request, now, out)
+        return self._after(out, now)
 
     def on_shutdown(self, now: float) -> Actions:
         """Fail whatever is open. Workers are told nothing: who stops the router stops them too."""
         out: Actions = []
         for owner in self._book.owners():
-            self._life.fail_request(owner, "request_failed", "the router was stopped before the request ended", out)
+            text = "the router was stopped before the request ended"
+            self._life.fail_request(owner, "request_failed", text, now, out)
         return out
 
     def on_ledger(self, client: ClientId, message: LedgerRequest, now: float) -> Actions:
@@ -218,8 +328,11 @@ class RouterCore:
         out: Actions = []
         former = self.view.get(info.worker_id)
         worker = self.view.join(info, now)
+        self._life.dispatch.breakers.on_restart(info.worker_id, now)
+        self._life.dispatch.breakers.forget(self.view.workers)
         self._expect(worker, now)
         self._life.send(worker, Joined(self.incarnation, join.sent_at, now, now, self._clock), out)
+        self._ask_prefixes(worker, out)
         if worker.can_decode or (former is not None and former.can_decode):
             self._life.broadcast_peers(out)
         if worker.can_prefill and not worker.can_decode:
@@ -227,6 +340,7 @@ class RouterCore:
         if former is not None:
             self._life.move_from(former, f"{info.worker_id} was restarted", now, out)
         self._life.place_parked(now, out)
+        self._life.review_queue(now, out)
         return out
 
     def on_worker_lost(self, incarnation: str, reason: str, now: float) -> Actions:
@@ -235,7 +349,7 @@ class RouterCore:
         out: Actions = []
         if worker is not None and worker.ready:
             self._lose(worker, f"{worker.worker_id}: {reason}", now, out)
-        return out
+        return self._after(out, now)
 
     def on_worker_message(self, incarnation: str, message: ToRouterFromWorker, now: float) -> Actions:
         """Any message from the connection that joined as `incarnation`."""
@@ -250,30 +364,37 @@ class RouterCore:
         if not worker.ready:
             # It was only silent. Its attempts were moved and it was told to end them, so it starts afresh.
             worker.state = "ready"
+            self._ask_prefixes(worker, out)
             self._expect(worker, now)
             self._life.broadcast_peers(out)
             self._life.place_parked(now, out)
+            self._book.freed = True
         if type(message) is Tokens:
             self._on_tokens(worker, message, now, out)
         elif type(message) is Heartbeat:
             if message.load is not None:
                 worker.load = message.load
+            if message.prefixes is not None:
+                self._on_prefixes(worker, message.prefixes, out)
         elif type(message) is AttemptFailed:
             self._on_attempt_failed(worker, message, now, out)
         elif type(message) is HandoffRefused:
             self._on_handoff_refused(worker, message, now, out)
         elif type(message) is HandoffDone:
-            self._on_handoff_done(worker, message, out)
+            self._on_handoff_done(worker, message, now, out)
         elif type(message) is LedgerReport:
             self._questions.on_report(worker, message, now, out)
         elif type(message) is Leaving:
             worker.leaving = True
             self._life.send(worker, message, out)
-        return out
+            self._life.review_queue(now, out)
+        return self._after(out, now)
 
     def _on_tokens(self, worker: WorkerView, message: Tokens, now: float, out: Actions) -> None:
         if message.load is not None:
             worker.load = message.load
+        if message.prefixes is not None:
+            self._on_prefixes(worker, message.prefixes, out)
         requests, life = self._book.by_id, self._life
         for request_id, attempt, sample, marks, cached_tokens in message.marks:
             request = requests.get((request_id, sample))
@@ -289,16 +410,29 @@ class RouterCore:
                 life.abort(worker, RequestKey(request_id, attempt, sample), out)
                 continue
             if worker is request.decode:
-                request.decode_spoke = True
+                if not request.decode_spoke:
+                    request.decode_spoke = True
+                    self._book.arrived(request)
+                    life.dispatch.breakers.on_success(worker.worker_id, now)
             elif worker is not request.prefill:
                 life.abort(worker, request.key, out)
                 continue
             if request.prefill_charge and worker is request.prefill and index == request.first:
                 self._book.release_prefill(request)
+                if worker is not request.decode:
+                    life.dispatch.breakers.on_success(worker.worker_id, now)
             if not request.touched:
                 request.touched = True
                 touched.append(request)
-            if logprobs:
+            if (
+                index == len(request.tokens)
+                and index < request.plain_end
+                and finish is None
+                and not (request.finish or request.held or request.failed)
+            ):  # nearly every token there is; `take` would do the same
+                request.tokens.append(token)
+                request.fresh.append(token)
+            elif logprobs:
                 request.take(index, token, finish, logprobs.get((request_id, attempt, sample, index)))
             else:
                 request.take(index, token, finish)
@@ -312,12 +446,22 @@ class RouterCore:
                 if request.state is State.RUNNING:
                     life.finish(request, now, out)
             elif request.failed:
+                life.dispatch.breakers.on_failure(worker.worker_id, now)
                 life.retry(request, f"{worker.worker_id} gave it up", now, out)
             elif request.held:
                 if request.id not in self._book.timers:
                     self._book.set_timer(request, now + self._timeout_s)
             elif self._book.timers:
                 self._book.clear_timer(request)
+
+    def _on_prefixes(self, worker: WorkerView, news: PrefixNews, out: Actions) -> None:
+        if self._policy.uses_prefixes and not self.view.prefixes.take(worker.prefixes, news):
+            self._ask_prefixes(worker, out)
+
+    def _ask_prefixes(self, worker: WorkerView, out: Actions) -> None:
+        """Have it tell what it has cached, where that matters."""
+        if self._policy.uses_prefixes:
+            self._life.send(worker, AskPrefixes(), out)
 
     def _on_attempt_failed(self, worker: WorkerView, message: AttemptFailed, now: float, out: Actions) -> None:
         request = self._current(worker, message.key)
@@ -328,15 +472,20 @@ class RouterCore:
         reason = f"{worker.worker_id}: {message.message} ({message.code})"
         if message.code == "refused":
             self._life.abort_attempt(request, out, reporter=worker)
-            self._life.fail(request, "request_failed", f"the request cannot run on {reason}", out)
+            self._life.fail(request, "request_failed", f"the request cannot run on {reason}", now, out)
             return
-        if message.code == "timeout":
-            self._life.abort_attempt(request, out, reporter=worker)
-            limit = f"router.request_timeout_s is {self._config.router.request_timeout_s:g}"
-            self._life.fail(request, "request_failed", f"{reason}; {limit}", out)
+        if message.code == "timeout":  # its clock may be a moment ahead of ours
+            self._time_is_over(request, now, out, reporter=worker)
             return
+        if message.code in HANDOFF_CODES:
+            self.handoffs["failed"] += 1
         peer = request.decode if worker is request.prefill else request.prefill
         suspect = peer if message.code == "peer_lost" and peer is not worker else None
+        breakers = self._life.dispatch.breakers
+        if suspect is None:
+            breakers.on_failure(worker.worker_id, now)
+        if message.code in HANDOFF_CODES and peer is not None and peer is not worker:
+            breakers.on_failure(peer.worker_id, now)
         self._life.retry(request, reason, now, out, reporter=worker, suspect=suspect)
 
     def _on_handoff_refused(self, worker: WorkerView, message: HandoffRefused, now: float, out: Actions) -> None:
@@ -345,25 +494,28 @@ class RouterCore:
             return
         if message.decode != request.decode.worker_id or request.decode is worker or request.decode_spoke:
             return  # about an offer that was replaced already
+        self.handoffs["refused"] += 1
         request.refused.add(message.decode)
-        placement = self._policy.place_decode(request.demand, worker, self.view, now, request.refused)
+        placement = self._life.dispatch.find_decode(request, worker, now)
         if placement is not None:
             self._life.replace(request, placement, out)
             return
         self._life.abort_attempt(request, out)
         refused = ", ".join(sorted(request.refused))
         text = f"no decode worker takes the request; {refused} refused it, the last because: {message.reason}"
-        self._life.fail(request, "overloaded", text, out)
+        self._life.fail(request, "overloaded", text, now, out)
 
-    def _on_handoff_done(self, worker: WorkerView, message: HandoffDone, out: Actions) -> None:
+    def _on_handoff_done(self, worker: WorkerView, message: HandoffDone, now: float, out: Actions) -> None:
         request = self._current(worker, message.key)
         if request is None or worker is not request.prefill or request.handed:
             return
         request.handed = True
+        self.handoffs["done"] += 1
+        self.num_handoff_blocks += message.blocks
         request.kv_bytes += message.bytes
         request.timeline.merge(message.marks)
         if request.state is State.SETTLING:
-            self._life.end(request, out)
+            self._life.end(request, now, out)
 
     def _current(self, worker: WorkerView, key: RequestKey) -> RoutedRequest | None:
         """The request whose current attempt `key` is, if `worker` takes part in it."""
@@ -376,7 +528,7 @@ class RouterCore:
 
     def next_deadline(self) -> float | None:
         """When `on_deadline` must be called at the latest; None: only after another event."""
-        at = min(self._beat_at, self._check_at, self._book.wake_at, self._questions.wake_at)
+        at = min(self._beat_at, self._check_at, self._book.wake_at, self._book.ends_at, self._questions.wake_at)
         return None if at == math.inf else at
 
     def on_deadline(self, now: float) -> Actions:
@@ -398,13 +550,29 @@ class RouterCore:
             if request.state is State.ENDED:
                 continue  # with another sample of its request, a moment ago
             if request.state is State.SETTLING:
-                self._life.settled(request, out)
+                self._life.settled(request, now, out)
             elif request.state is State.PARKED:
                 self._life.unpark(request, now, out)
             else:
                 gap = f"token {len(request.tokens)} did not come within {self._timeout_s:g} s after its successors"
                 self._life.retry(request, gap, now, out)
-        return out
+        for request in self._book.late(now):
+            if request.finish is None and request.state is not State.ENDED:
+                self._time_is_over(request, now, out)
+        return self._after(out, now)
+
+    def _time_is_over(
+        self, request: RoutedRequest, now: float, out: Actions, *, reporter: WorkerView | None = None
+    ) -> None:
+        self.num_timeouts += 1
+        own, limit = request.owner.timeout_s, self._config.router.request_timeout_s
+        name = "its timeout_s" if own is not None and own != limit else "router.request_timeout_s"
+        at = "in the router's queue"
+        if request.prefill is not None and request.decode is not None:
+            at = f"at {request.prefill.worker_id}, to be decoded at {request.decode.worker_id}"
+        self._life.abort_attempt(request, out, reporter=reporter)
+        text = f"the request took too long: not complete within {own or limit or 0:g} s ({name}), it was {at}"
+        self._life.fail(request, "request_failed", text, now, out)
 
     def _expect(self, worker: WorkerView, now: float) -> None:
         """From now on `worker` gets heartbeats, and its own are missed."""
@@ -413,6 +581,7 @@ class RouterCore:
 
     def _lose(self, worker: WorkerView, reason: str, now: float, out: Actions) -> None:
         worker.state = "lost"
+        self.view.prefixes.clear(worker.prefixes)
         if worker.can_decode:
             self._life.broadcast_peers(out)
         self._life.move_from(worker, reason, now, out)
@@ -423,6 +592,8 @@ class RouterCore:
     def check_integrity(self) -> None:
         """Assert that nothing is left over, charged twice, or waiting without a wake-up."""
         self._book.check_integrity()
+        assert not (self._book.freed and self.num_queued), "room for those that wait, and nobody looked"
+        self._life.dispatch.check_integrity(self._book.by_id.values())
         ready = list(self.view.ready())
         assert not ready or self._beat_at < math.inf, "live workers get no heartbeat"
         assert all(self._check_at <= w.seen + self._timeout_s for w in ready), "a silence that nobody would notice"

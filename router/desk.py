@@ -13,14 +13,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from baton.protocol import Delta, Generate, Status, ToClient
-from router.actions import RouterAction, SendWorker
+from baton.protocol import Delta, Generate, ToClient
+from baton.security import worth_saying
+from router.actions import NewTokens, RouterAction, SendWorker
 from router.back import Back
 from router.core import RouterCore
 from router.front import Front
+from router.latencies import Latencies
 from router.text import Text
 from router.translator import Translator
 
@@ -29,6 +31,11 @@ log = logging.getLogger("baton.router")
 
 class Sink:
     """A client within the router's process; compared by identity. Both methods must return at once and not raise."""
+
+    trace_headers: Mapping[str, str] = {}
+    """The headers `traceparent` and `tracestate` (W3C) that its requests came with."""
+    operation = "text_completion"
+    """What its requests are in OpenTelemetry's words; else `chat`."""
 
     def on_deltas(self, deltas: list[Delta]) -> None:
         """What its requests got since the last call, oldest first."""
@@ -57,6 +64,7 @@ class Desk:
         back: Back,
         counters: Counter[str],
         wake: Callable[[], None],
+        latencies: Latencies,
     ):
         self.core = core
         self.text = text
@@ -64,22 +72,29 @@ class Desk:
         self.counters = counters
         self.front = front
         self.back = back
-        self.observers: list[Observer] = []
+        self.latencies = latencies
+        self.observers: list[Observer] = [latencies]
+        self.request_observers: list[Observer] = []
+        """They are told of all but NewTokens, so a token costs nothing for those that do not care."""
         self._wake = wake
 
     # --- for clients within this process ------------------------------------------------------------
 
     def generate(
-        self, client: Sink, message: Generate, received_at: float, *, prompt: tuple[int, ...] | None = None
+        self,
+        client: Sink,
+        message: Generate,
+        received_at: float,
+        *,
+        prompt: tuple[int, ...] | None = None,
+        request_id: str | None = None,
     ) -> None:
-        """Start a request. What becomes of it comes to `client`, a refusal (Failed) before this returns."""
-        self.act(self.translator.on_generate(client, message, received_at, prompt=prompt), time.monotonic())
-        self._wake()
+        """Start a request. What becomes of it comes to `client`, a refusal (Failed) before this returns.
 
-    def cancel(self, client: Sink, label: str, sample: int | None = None) -> None:
-        """End a request, or one of its samples; see `RouterCore.on_cancel`."""
-        now = time.monotonic()
-        self.act(self.core.on_cancel(client, label, now, sample), now)
+        `prompt`, `request_id`: see `Translator.on_generate`.
+        """
+        actions = self.translator.on_generate(client, message, received_at, prompt=prompt, request_id=request_id)
+        self.act(actions, time.monotonic())
         self._wake()
 
     def leave(self, client: Sink) -> None:
@@ -88,8 +103,11 @@ class Desk:
         self.act(self.core.on_client_gone(client, now), now)
         self._wake()
 
-    def status(self) -> Status:
-        return self.core.status("status", time.monotonic())
+    def drain(self, worker_id: str, undo: bool) -> None:
+        """Place nothing more on this worker, or again. Raises InvalidRequestError if there is none of this id."""
+        now = time.monotonic()
+        self.act(self.core.on_drain(worker_id, undo, now), now)
+        self._wake()
 
     # --- what the core says ---------------------------------------------------------------------------
 
@@ -98,15 +116,30 @@ class Desk:
         todo = deque(actions)
         while todo:
             action = todo.popleft()
-            for observer in self.observers:
-                observer.on_action(action, now)
+            self._show(action, self.observers, now)
+            if type(action) is NewTokens:
+                self.translator.on_tokens(action)
+                continue
+            self._show(action, self.request_observers, now)
             if type(action) is SendWorker:
                 todo.extend(self.back.on_action(action, now))
             else:
                 self._tell(action)
 
+    def _show(self, action: RouterAction, observers: list[Observer], now: float) -> None:
+        """What only watches must not harm what it watches."""
+        for observer in observers:
+            try:
+                observer.on_action(action, now)
+            except Exception:  # noqa: BLE001  (whatever it is, it is only told)
+                self._complain(observer)
+
+    def _complain(self, observer: Observer) -> None:
+        self.counters["observers_failed"] += 1
+        if worth_saying(self.counters["observers_failed"]):
+            log.exception("%s failed, and is asked again", type(observer).__name__)
+
     def _tell(self, action: RouterAction) -> None:
-        assert type(action) is not SendWorker
         messages = self.translator.messages(action)  # type: ignore[arg-type]
         client: Any = action.client  # type: ignore[union-attr]
         if type(client) is bytes:

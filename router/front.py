@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -27,11 +27,16 @@ from baton.protocol import (
     Explained,
     Failed,
     Generate,
+    Overview,
+    OverviewRequest,
+    Records,
+    RecordsRequest,
     ToClient,
     ToRouterFromClient,
 )
 from router.actions import RouterAction
 from router.core import RouterCore
+from router.records import without_rankings
 from router.sockets import RouterSocket, Unreachable
 from router.translator import Translator
 
@@ -41,11 +46,21 @@ _SKETCH = msgspec.msgpack.Decoder(tuple[int, Annotated[tuple[msgspec.Raw, ...], 
 """A message without its fields' contents."""
 
 
+LOOK_AFTER_S, LOOK_FOR_S = 0.02, 0.05
+"""When a connection has ended: between two looks for clients that are gone, and for how long."""
+
+
 class Front:
     """A client is known by its connection's routing id: bytes."""
 
     def __init__(
-        self, socket: RouterSocket, core: RouterCore, translator: Translator, counters: Counter[str], alive_s: float
+        self,
+        socket: RouterSocket,
+        core: RouterCore,
+        translator: Translator,
+        counters: Counter[str],
+        alive_s: float,
+        overview: Callable[[float], dict[str, Any]],
     ):
         self.socket = socket
         self.alive_at = math.inf
@@ -54,8 +69,10 @@ class Front:
         self._translator = translator
         self._counters = counters
         self._alive_s = alive_s
+        self._look_until = -math.inf
+        self._overview = overview
         self._in: Codec[Any] = Codec(ToRouterFromClient)
-        self._out: Codec[Any] = Codec(ToClient)
+        self._out: Codec[Any] = Codec(ToClient, often=(Delta, Deltas))
         self._gone: dict[bytes, str] = {}
         """Clients found unreachable, whose requests have not been ended yet, and why."""
 
@@ -77,11 +94,20 @@ class Front:
             return self._core.on_cancel(peer, message.label, received_at, message.sample)
         try:
             if type(message) is Drain:
-                self._core.on_drain(message.worker_id, message.undo)
-            elif type(message) is LedgerRequest:
+                actions = self._core.on_drain(message.worker_id, message.undo, received_at)
+                self.send(peer, self._core.status(message.label, received_at))
+                return actions
+            if type(message) is LedgerRequest:
                 return self._core.on_ledger(peer, message, received_at)
-            elif type(message) is Explain:
-                record = self._core.explain(message.request_id)
+            if type(message) is OverviewRequest:
+                self.send(peer, Overview(message.label, self._overview(received_at)))
+                return []
+            if type(message) is RecordsRequest:
+                found = map(without_rankings, self._core.recent(message.limit))
+                self.send(peer, Records(message.label, tuple(msgspec.to_builtins(record) for record in found)))
+                return []
+            if type(message) is Explain:
+                record = self._core.explain(message.request_id, received_at)
                 self.send(peer, Explained(message.label, msgspec.to_builtins(record)))
                 return []
         except BatonError as e:
@@ -90,12 +116,18 @@ class Front:
         self.send(peer, self._core.status(message.label, received_at))
         return []
 
+    def look_soon(self, now: float) -> None:
+        """A connection has ended: a client may be gone whose requests go on. ZeroMQ takes a moment to know whose."""
+        self.alive_at = min(self.alive_at, now + LOOK_AFTER_S)
+        self._look_until = now + LOOK_FOR_S
+
     def say_alive(self, now: float) -> None:
         """To every client with open requests. It is also how one that left while it waited is found."""
         clients = [client for client in self._core.clients() if type(client) is bytes]
         for client in clients:
             self.send(client, Alive())
-        self.alive_at = now + self._alive_s if clients else math.inf
+        pause_s = LOOK_AFTER_S if now < self._look_until else self._alive_s
+        self.alive_at = now + pause_s if clients else math.inf
 
     def gone(self, now: float) -> Iterator[list[RouterAction]]:
         """End what unreachable clients have open; do each list of actions before asking for the next.

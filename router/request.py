@@ -4,13 +4,18 @@ Pure data. Must not know the view, policies, or who is told what. Each sample is
 workers and goes through these states by itself:
 
     on_generate ──► RUNNING ──last token in order──► (ended)
-                     │  ▲ │                             ▲
-             attempt │  │ └─last token came from decode,│
-              failed │  │ placed   hand-over not booked │
-                     ▼  │                 └──► SETTLING ┘ HandoffDone, prefill lost, SETTLE_S
-                    PARKED ──nobody joined in time──► (ended: error)
+        │            │  ▲ │                             ▲
+        │    attempt │  │ └─last token came from decode,│
+        │     failed │  │ placed   hand-over not booked │
+        │            ▼  │                 └──► SETTLING ┘ HandoffDone, prefill lost, SETTLE_S
+        │         (nobody has room?  nobody is there, or it failed a moment ago?)
+        │            │ ▲     ▲ │          │ ▲
+        │            ▼ │     │ ▼          ▼ │
+        └────────► QUEUED ◄──┴───────── PARKED ──nobody joined in time──► (ended: error)
 
-Cancel, a client that is gone and too many attempts end it from every state. Tokens index from 0 over
+QUEUED: workers could take it, and all have their limit of hand-overs under way; whoever is first by (priority, arrival)
+goes as soon as one has room. PARKED: no worker can take it, or it failed more than once and waits a little.
+Cancel, a client that is gone, its own time and too many attempts end it from every state. Tokens index from 0 over
 all attempts; an attempt's first one (`first`) comes from prefill, the others from decode, over
 different sockets: what comes early is held until the gap closes. An attempt that is over is told by
 its number, so whatever arrives for it later is stale.
@@ -29,7 +34,11 @@ from baton.sampling_params import SamplingParams, TokenLogprobs
 from baton.timeline import RequestTimeline
 from router.actions import ClientId
 from router.policy import Demand, Placement
+from router.prefix_index import PromptHashes
 from router.view import WorkerView
+
+WORKER_MARGIN_S = 1.0
+"""So much later than the router a worker ends a request whose time is over: only if it was told nothing."""
 
 SampleId = tuple[str, int]
 """Request id and sample."""
@@ -38,8 +47,10 @@ SampleId = tuple[str, int]
 class State(Enum):
     RUNNING = "running"
     """The current attempt is at its workers."""
+    QUEUED = "queued"
+    """The current attempt waits for one of its workers to have room."""
     PARKED = "parked"
-    """The current attempt waits for a worker to run on."""
+    """The current attempt waits for a worker to come, or until it may be tried again."""
     SETTLING = "settling"
     """All tokens are delivered; the hand-over's account is still under way."""
     ENDED = "ended"
@@ -64,7 +75,20 @@ def without_prompt_logprobs(sampling: SamplingParams) -> SamplingParams:
 class ClientRequest:
     """What a client asked for: it ends once, when all of its samples have."""
 
-    __slots__ = ("client", "label", "num_open", "priority", "prompt", "request_id", "samples", "sampling")
+    __slots__ = (
+        "client",
+        "hashes",
+        "label",
+        "num_open",
+        "order",
+        "priority",
+        "prompt",
+        "request_id",
+        "samples",
+        "sampling",
+        "session",
+        "timeout_s",
+    )
 
     def __init__(
         self,
@@ -76,15 +100,27 @@ class ClientRequest:
         *,
         n: int = 1,
         priority: int = 0,
+        order: int = 0,
         watches: Sequence[TokenWatch] = (),
+        session: str = "",
+        hashes: PromptHashes | None = None,
     ):
+        """`order`: its number among all that came; where requests wait, earlier ones of a priority go first.
+
+        `hashes`: of the prompt, where policies want to know what of it is cached.
+        """
         self.client = client
         self.label = label
         self.request_id = request_id
         self.prompt = prompt
         self.sampling = sampling
         self.priority = priority
+        self.order = order
+        self.session = session
+        self.hashes = hashes
         self.samples = tuple(RoutedRequest(self, i, watches[i] if watches else None) for i in range(n))
+        self.timeout_s: float | None = None
+        """Its time in all, from its arrival."""
         self.num_open = n
         """Samples that have not ended."""
 
@@ -96,6 +132,7 @@ class RoutedRequest:
     """One sample of a client's request. `tokens` are those given to the client, in order, of all attempts."""
 
     __slots__ = (
+        "arriving",
         "attempt",
         "avoid",
         "cached_tokens",
@@ -105,6 +142,7 @@ class RoutedRequest:
         "decode_spoke",
         "ends_at",
         "failed",
+        "failed_last",
         "finish",
         "first",
         "fresh",
@@ -115,19 +153,25 @@ class RoutedRequest:
         "held",
         "id",
         "kv_bytes",
+        "not_before",
         "owner",
         "placements",
+        "plain_end",
         "prefill",
+        "prefill_cached",
         "prefill_charge",
         "prompt",
+        "queued_s",
         "reason",
         "refused",
         "sample",
         "sampling",
         "state",
+        "suspected_until",
         "timeline",
         "touched",
         "tokens",
+        "waits_since",
         "watch",
     )
 
@@ -139,6 +183,9 @@ class RoutedRequest:
         # The prompt is the same for all samples: one of them tells about it.
         self.sampling = without_prompt_logprobs(owner.sampling) if sample else owner.sampling
         self.watch = watch
+        asks = self.sampling.logprobs is not None or self.sampling.prompt_logprobs is not None
+        self.plain_end = 0 if watch is not None or asks else self.sampling.max_tokens - 1
+        """A token below this index that is the next one, and does not say that it is the last, is only to be passed on."""
         self.state = State.PARKED
         self.attempt = 0
         self.tokens: list[int] = []
@@ -164,7 +211,11 @@ class RoutedRequest:
         """The same object as `prefill`: colocated."""
         self.prefill_charge = 0
         """Tokens charged to `prefill` in the view; 0 once its first token came."""
+        self.prefill_cached = 0
+        """Tokens that were not, as their KV is expected to be there."""
         self.decode_charge = 0
+        self.arriving = False
+        """Counted among the hand-overs on their way to `decode`."""
         self.handed = False
         """Prefill has told that decode acknowledged the hand-over."""
         self.decode_spoke = False
@@ -172,10 +223,21 @@ class RoutedRequest:
         self.refused: set[str] = set()
         """Workers that declined this attempt's hand-over."""
         self.avoid: set[str] = set()
-        """Workers not to place the parked attempt on for now."""
+        """Workers on which attempts failed: others are preferred."""
+        self.failed_last: set[str] = set()
+        """Those on which the last one failed: even more so."""
+        self.suspected_until = 0.0
+        """One of `failed_last` may be gone: until then they are out of the question."""
         self.ends_at: float | None = None
-        """When the request's time is over; its workers watch it."""
+        """When the request's time is over; its workers watch it, too, for when the router cannot tell them."""
         self.give_up_at: float | None = None
+        """When a parked attempt has waited long enough for a worker."""
+        self.not_before = 0.0
+        """The parked attempt is not to be placed earlier."""
+        self.waits_since: float | None = None
+        """Since when it is at no worker; None: it is, or has ended."""
+        self.queued_s = 0.0
+        """How long it was at no worker until then."""
         self.reason = ""
         """Why the last attempt ended."""
         self.kv_bytes = 0
@@ -190,7 +252,14 @@ class RoutedRequest:
 
     @property
     def demand(self) -> Demand:
-        return Demand(len(self.prompt) + len(self.tokens), len(self.prompt) + self.sampling.max_tokens)
+        owner, num_prompt = self.owner, len(self.prompt)
+        return Demand(
+            num_prompt + len(self.tokens),
+            num_prompt + self.sampling.max_tokens,
+            owner.hashes,
+            owner.session,
+            owner.priority,
+        )
 
     @property
     def needs_prefill(self) -> bool:
@@ -263,8 +332,7 @@ class RoutedRequest:
             sampling=without_prompt_logprobs(self.sampling) if self.tokens else self.sampling,
             prior=tuple(self.tokens),
             decode=None if self.decode is self.prefill else self.decode.worker_id,
-            # A retry in the last instant still gets one: it fails at its worker, like any other that is late.
-            timeout_s=None if self.ends_at is None else max(0.001, self.ends_at - now),
+            timeout_s=None if self.ends_at is None else max(0.0, self.ends_at - now) + WORKER_MARGIN_S,
             priority=self.owner.priority,
         )
 

@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,9 +38,15 @@ from router.back import Back
 from router.core import RouterCore
 from router.desk import Desk
 from router.front import Front
+from router.http.models import names_of
 from router.http.server import HttpServer
+from router.latencies import Latencies
+from router.overview import make_overview
+from router.request_log import RequestLog
+from router.request_log import log as request_log
 from router.sockets import BACK_HWM, FRONT_HWM, RouterSocket
 from router.text import Text, TokenizerText
+from router.tracing import open_tracing
 from router.translator import Translator
 
 log = logging.getLogger("baton.router")
@@ -89,6 +96,7 @@ class RouterServer:
         self._changed = threading.Condition()
         self._num_ready = 0
         self._running = False
+        self._stop_asked = False
         self._thread: threading.Thread | None = None
 
     # --- any thread -------------------------------------------------------------------------------
@@ -97,24 +105,35 @@ class RouterServer:
         """Bind and serve. Returns the addresses for clients and for workers; ClusterError if one cannot be had."""
         assert self._thread is None, "a router starts once"
         config, router = self._config, self._config.router
+        self._tracing = open_tracing(config, names_of(config)[0], self._core, self.counters)
         self._http = HttpServer(config) if config.http.enabled else None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._guard = self._security.guard(self._context)
         try:
             if self._http is not None:
                 self.url = self._core.url = self._http.bind()
-            front = self._bind(router.host, router.port, hwm=FRONT_HWM, key="router.port")
+            front = self._bind(router.host, router.port, hwm=FRONT_HWM, key="router.port", watched=True)
             back = self._bind(self._back_host, self._back_port, hwm=BACK_HWM, key="router.host")
         except BaseException:
             if self._http is not None:
                 self._http.close()
+            if self._tracing is not None:
+                self._tracing.close()
             self._guard.close()
             self._context.destroy(linger=0)
             raise
         translator = Translator(self._core, self._text)
-        self._front = Front(front, self._core, translator, self.counters, config.liveness.heartbeat_s)
+        latencies = Latencies(self._core, time.monotonic())
+        overview = partial(make_overview, config, self._core, latencies)
+        self._front = Front(front, self._core, translator, self.counters, config.liveness.heartbeat_s, overview)
         self._back = Back(back, self._core, self.counters)
-        self._desk = Desk(self._core, self._text, translator, self._front, self._back, self.counters, self._wake)
+        self._desk = Desk(
+            self._core, self._text, translator, self._front, self._back, self.counters, self._wake, latencies
+        )
+        if self._tracing is not None:
+            self._desk.request_observers.append(self._tracing)
+        if request_log.isEnabledFor(logging.INFO):
+            self._desk.request_observers.append(RequestLog(self._core))
         self._loop = uvloop.new_event_loop()
         self._stopped = asyncio.Event()
         self._failure: Exception | None = None
@@ -126,20 +145,35 @@ class RouterServer:
         self._thread.start()
         return front.address, back.address
 
-    def _bind(self, host: str, port: int, *, hwm: int, key: str) -> RouterSocket:
-        return RouterSocket(self._context, host, port, hwm=hwm, key=key, security=self._security)
+    def _bind(self, host: str, port: int, *, hwm: int, key: str, watched: bool = False) -> RouterSocket:
+        return RouterSocket(self._context, host, port, hwm=hwm, key=key, security=self._security, watched=watched)
 
     def stop(self) -> None:
-        """End open requests as failed and close; what is queued gets a second to leave. Idempotent."""
+        """Let nothing more in, give what is open `router.shutdown_grace_s`, end the rest as failed, and close.
+
+        At once where nothing is open. A second call, or Ctrl-C in this one, cuts the grace short. What is queued in
+        sockets gets a second to leave. Idempotent.
+        """
         if self._thread is None:
             return
+        grace_s = self._config.router.shutdown_grace_s
         with self._changed:
             if self._running:
-                self._running = False
-                self._loop.call_soon_threadsafe(self._stopped.set)
-        self._thread.join(STOP_S)
+                if self._stop_asked:
+                    self._loop.call_soon_threadsafe(self._stopped.set)
+                else:
+                    self._stop_asked = True
+                    self._loop.call_soon_threadsafe(self._begin_stop, grace_s)
+        try:
+            self._thread.join(grace_s + STOP_S)
+        except BaseException:
+            with self._changed:
+                if self._running:
+                    self._loop.call_soon_threadsafe(self._stopped.set)
+            raise
         if self._thread.is_alive():
-            raise ClusterError(f"the router's thread did not end within {STOP_S:g} s; it is stuck in a message")
+            waited_s = grace_s + STOP_S
+            raise ClusterError(f"the router's thread did not end within {waited_s:g} s; it is stuck in a message")
 
     def wait_ended(self) -> None:
         """Return when the router's thread has ended: by `stop`, or because it failed."""
@@ -192,6 +226,8 @@ class RouterServer:
     async def _serve(self) -> None:
         for socket in (self._back.socket, self._front.socket):
             self._loop.add_reader(socket.fd, self._wake)
+        self._loop.add_reader(self._front.socket.lost_fd, self._on_lost_client)
+        self._on_lost_client()
         self._wake()
         if self._http is not None:
             await self._http.start(self._desk)
@@ -201,6 +237,7 @@ class RouterServer:
         self._end_requests()
         for socket in (self._back.socket, self._front.socket):
             self._loop.remove_reader(socket.fd)
+        self._loop.remove_reader(self._front.socket.lost_fd)
         if self._http is not None:
             await self._http.stop()
         if self._failure is not None:
@@ -211,6 +248,11 @@ class RouterServer:
         if not self._turn_due:
             self._turn_due = True
             self._loop.call_soon(self._turn)
+
+    def _on_lost_client(self) -> None:
+        if self._front.socket.num_lost():
+            self._front.look_soon(time.monotonic())
+            self._wake()
 
     def _turn(self) -> None:
         """Read what has come, a limited number of messages; do what is due; tell what there is to tell."""
@@ -235,6 +277,8 @@ class RouterServer:
         desk.flush()
         desk.end_gone(now)
         self._publish_ready()
+        if self._core.stopping:
+            self._stop_when_idle()
         # Only now: to send is to look, too, and what that saw is not told of again.
         if back.socket.has_news() or front.socket.has_news():
             self._wake()
@@ -261,6 +305,19 @@ class RouterServer:
                 self._num_ready = num_ready
                 self._changed.notify_all()
 
+    def _begin_stop(self, grace_s: float) -> None:
+        """Whatever is open may end by itself within `grace_s`."""
+        now = time.monotonic()
+        self._desk.act(self._core.on_stopping(now), now)
+        if self._core.num_requests:
+            log.info("stopping: %d open requests have %g s to end", self._core.num_requests, grace_s)
+        self._loop.call_later(grace_s, self._stopped.set)
+        self._stop_when_idle()
+
+    def _stop_when_idle(self) -> None:
+        if not self._core.num_requests:
+            self._stopped.set()
+
     def _end_requests(self) -> None:
         try:
             self._desk.close(time.monotonic())
@@ -271,6 +328,8 @@ class RouterServer:
         with self._changed:
             self._running = False
             self._changed.notify_all()
+        if self._tracing is not None:
+            self._tracing.close()
         self._front.socket.close(LINGER_S)
         self._back.socket.close(0.0)
         self._guard.close()

@@ -49,10 +49,12 @@ class RouterSocket:
         hwm: int,
         key: str,
         security: Security | None = None,
+        watched: bool = False,
     ):
         """Bind to `host:port`, 0 for any port; ClusterError names `key` as the configuration to change.
 
         `hwm`: messages that may wait for a peer that does not read. `security`: who may connect (None: anyone).
+        `watched`: `num_lost` tells of connections that ended.
         """
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -67,11 +69,14 @@ class RouterSocket:
             security.secure_server(self.socket)
         if ":" in host:
             self.socket.setsockopt(zmq.IPV6, 1)
+        self._monitor: zmq.Socket[bytes] | None = None
+        if watched:
+            self._monitor = self.socket.get_monitor_socket(int(zmq.EVENT_DISCONNECTED))
         bound = f"[{host}]" if ":" in host else host
         try:
             self.socket.bind(f"tcp://{bound}:{port or '*'}")
         except zmq.ZMQError as e:
-            self.socket.close(linger=0)
+            self.close(0.0)
             if e.errno == zmq.EADDRINUSE:
                 raise ClusterError(
                     f"{key}: port {port} of {host} is in use; set {key} to a free port, or to 0 for any"
@@ -117,8 +122,27 @@ class RouterSocket:
                 raise
             raise Unreachable(stuck=False) from e
 
+    @property
+    def lost_fd(self) -> int:
+        """Readable when a connection may have ended, if `num_lost` was called before; of a watched socket."""
+        assert self._monitor is not None
+        return int(self._monitor.getsockopt(zmq.FD))
+
+    def num_lost(self) -> int:
+        """Connections that ended since the last call. Whose they were, only a message to their peer tells."""
+        assert self._monitor is not None
+        lost = 0
+        while self._monitor.getsockopt(_EVENTS) & _POLLIN:  # type: ignore[operator]
+            self._monitor.recv_multipart(_NOBLOCK)
+            lost += 1
+        return lost
+
     def close(self, linger_s: float) -> None:
         """Give what is queued `linger_s` to leave."""
+        if self._monitor is not None:
+            self.socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._monitor = None
         self.socket.close(linger=int(linger_s * 1000))
 
 

@@ -9,11 +9,15 @@ decodes context plus new tokens, and text is released only up to a point that la
 change: not while it ends in U+FFFD, which is how an incomplete character decodes. (The `tokenizers`
 package's DecodeStream works so too, but has no flush for what is left at the end, and its window
 grows without bound while the output stays undecodable.)
+
+Where each token stands for the same bytes wherever it is (byte-level BPE: GPT-2's, Llama 3's, Qwen's, the demo
+model's), a table of those bytes and a UTF-8 decoder say the same, twenty times as fast.
 """
 
 from __future__ import annotations
 
 import json
+from codecs import utf_8_decode
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,8 +26,11 @@ from typing import Any, Protocol
 from baton.errors import InvalidRequestError, ModelError
 from baton.protocol import ChatMessage
 from router.stop import StopMatcher, StopStrings
+from router.tool_calls import MARKERS
 
 REPLACEMENT = "�"
+LONG_TEXT = 16_384
+"""Characters; a longer text takes milliseconds to encode. Ask another thread than the one that serves everybody."""
 MAX_HELD_TOKENS = 16
 """An incomplete character takes 3 tokens at most; with more than this held back the output is plainly undecodable."""
 
@@ -45,6 +52,8 @@ class Text(Protocol):
 
     vocab_size: int
     """Ids below this are the model's."""
+    chat_template: str
+    """The model's, which tells how it writes tool calls; empty: none."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -115,6 +124,100 @@ class IncrementalDetokenizer:
             if len(head) >= len(self._told) and head + self._decode(self._ids[upto:]) == text:
                 return self._release(head, upto)
         return ""
+
+
+class TokenBytes:
+    """What each token of a byte-level tokenizer stands for, wherever it is in a text.
+
+    `of`: bytes by token id, which may end inside a character. `texts`, and without special tokens `plain_texts`:
+    characters by id; None: not whole ones. `plain`: like `of`, nothing for special tokens.
+    """
+
+    __slots__ = ("of", "plain", "plain_texts", "texts")
+
+    def __init__(self, of: list[bytes], special: frozenset[int]):
+        self.of = of
+        self.texts = [_whole(data) for data in of]
+        self.plain = [b"" if i in special else data for i, data in enumerate(of)]
+        self.plain_texts = ["" if i in special else text for i, text in enumerate(self.texts)]
+
+    @classmethod
+    def read(cls, backend: Any, special: frozenset[int]) -> TokenBytes | None:
+        """Of a tokenizer of the `tokenizers` package; None if its tokens do not stand for bytes of their own."""
+        if type(backend.decoder).__name__ != "ByteLevel":
+            return None
+        num_ids = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        tokens = [backend.id_to_token(i) or "" for i in range(num_ids)]
+        of = [_byte_level(token) for token in tokens]
+        # What the table says is held against the tokenizer once, on every token in a row.
+        if b"".join(of).decode("utf-8", "replace") != backend.decode(list(range(num_ids)), skip_special_tokens=False):
+            return None
+        return cls(of, special)
+
+    def decode(self, token_ids: Sequence[int], *, plain: bool) -> bytes:
+        """Their bytes in a row; ids that the tokenizer does not know stand for nothing."""
+        table = self.plain if plain else self.of
+        return b"".join([table[i] for i in token_ids if i < len(table)])
+
+
+def _whole(data: bytes) -> str | None:
+    """The characters that these bytes are by themselves; None if they begin or end inside one, or are none."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _byte_level(token: str) -> bytes:
+    """A token's bytes: one per character, or where some character stands for no byte (added tokens) the text itself."""
+    try:
+        return bytes([_BYTE_OF[c] for c in token])
+    except KeyError:
+        return token.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's: printable characters of Latin-1 stand for their own byte, those from U+0100 on for all others."""
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [i for i in range(256) if i not in own]
+    return {chr(i): i for i in own} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+class ByteDetokenizer:
+    """Streams `decode(all tokens)` of a byte-level tokenizer: the pieces add up to it exactly.
+
+    Held back is only an incomplete character; bytes that can be none read as U+FFFD at once.
+    """
+
+    __slots__ = ("_pending", "_plain", "_table", "_texts")
+
+    def __init__(self, table: TokenBytes, *, skip_special_tokens: bool):
+        self._table = table
+        self._plain = skip_special_tokens
+        self._texts = table.plain_texts if skip_special_tokens else table.texts
+        self._pending = b""
+        """Begins a character that the next tokens may complete."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        if len(token_ids) == 1 and not self._pending:
+            try:
+                text = self._texts[token_ids[0]]
+            except IndexError:
+                return ""  # an id that the model has and the tokenizer has not
+            if text is not None:
+                return text
+        data = self._pending + self._table.decode(token_ids, plain=self._plain)
+        text, used = utf_8_decode(data, "replace", False)
+        self._pending = data[used:]
+        return text
+
+    def flush(self) -> str:
+        """Releases what is held back, as U+FFFD. The detokenizer starts anew after it."""
+        rest, self._pending = self._pending.decode("utf-8", "replace"), b""
+        return rest
 
 
 class WatchedText:
@@ -189,16 +292,46 @@ class TokenizerText:
         return text
 
     def _use(self, tokenizer: Any) -> None:
+        from transformers import PreTrainedTokenizerFast
+
         self._tokenizer = tokenizer
         self._special = frozenset(int(i) for i in tokenizer.all_special_ids)
+        self._bytes: TokenBytes | None = None
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is not None:  # several times faster than through transformers, same text
             self._special |= frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        kept = frozenset(i for i in self._special if tokenizer.convert_ids_to_tokens(i) in MARKERS)
+        self._special -= kept
+        if backend is not None:
+            self._bytes = TokenBytes.read(backend, self._special)
             self._decode: Callable[[list[int]], str] = backend.decode
             self._decode_all: Callable[[list[int]], str] = partial(backend.decode, skip_special_tokens=False)
         else:
             self._decode = partial(self._decode_slowly, skip_special_tokens=True)
             self._decode_all = partial(self._decode_slowly, skip_special_tokens=False)
+        if kept:  # what is special was left out before
+            self._decode = self._decode_all
+        self.chat_template = _template_of(tokenizer)
+        self._encode: Callable[[str, bool], list[int]] = self._encode_slowly
+        if backend is not None and type(tokenizer)._encode_plus is PreTrainedTokenizerFast._encode_plus:
+            # What transformers does before each text, once: it takes as long as the tokens.
+            backend.no_truncation()
+            backend.no_padding()
+            backend.encode_special_tokens = tokenizer.split_special_tokens
+            self._backend = backend
+            self._encode = self._encode_fast
+
+    def _encode_fast(self, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) > LONG_TEXT:  # as a batch it is encoded without the interpreter's lock: other threads go on
+            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        else:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def _encode_slowly(self, text: str, add_special_tokens: bool) -> list[int]:
+        encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+        return [int(i) for i in encoded["input_ids"]]
 
     def _decode_slowly(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         text: str = self._tokenizer.decode(
@@ -209,8 +342,7 @@ class TokenizerText:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids; `add_special_tokens`: with those that the model expects around a plain text."""
         try:
-            encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
-            return [int(i) for i in encoded["input_ids"]]
+            return self._encode(text, add_special_tokens)
         except (UnicodeError, TypeError) as e:  # lone surrogates, which JSON can carry and UTF-8 cannot
             raise InvalidRequestError(f"the prompt is not valid text: {e}", field="text") from e
 
@@ -239,7 +371,7 @@ class TokenizerText:
                     **variables,
                 },
             )
-            return [int(i) for i in self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+            return self._encode(text, False)
         except Exception as e:  # a template is a program of the model's author and may raise anything
             raise InvalidRequestError(f"the model's chat template refuses the messages: {e}", field="messages") from e
 
@@ -251,13 +383,25 @@ class TokenizerText:
 
     def token_bytes(self, token_id: int) -> bytes:
         """What the token stands for where it stands alone; tokens may end inside a character."""
+        if self._bytes is not None:
+            return self._bytes.decode([token_id], plain=False)
         return self._decode_all([token_id]).encode()
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """For one request's output."""
+        if self._bytes is not None:
+            return ByteDetokenizer(self._bytes, skip_special_tokens=skip_special_tokens)
         if not skip_special_tokens:
             return IncrementalDetokenizer(self._decode_all)
         return IncrementalDetokenizer(self._decode, self._special)
+
+
+def _template_of(tokenizer: Any) -> str:
+    """The chat template; of several by name, the one that shows tools."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    if isinstance(template, dict):
+        template = template.get("tool_use") or template.get("default") or ""
+    return str(template)
 
 
 def _turn(message: ChatMessage) -> dict[str, Any]:

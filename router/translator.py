@@ -58,13 +58,20 @@ class Translator:
         return prompt
 
     def on_generate(
-        self, client: ClientId, message: Generate, received_at: float, *, prompt: tuple[int, ...] | None = None
+        self,
+        client: ClientId,
+        message: Generate,
+        received_at: float,
+        *,
+        prompt: tuple[int, ...] | None = None,
+        request_id: str | None = None,
     ) -> list[RouterAction]:
-        """A client's request. `prompt`: its tokens, where they are known already (`encode`).
+        """A client's request. `prompt`: its tokens, where they are known already (`encode`). `request_id`: 128 bits
+        in hex, minted by who asks, who must know it at once.
 
         What is wrong with it is answered with a RequestFailed, like all refusals.
         """
-        request_id = secrets.token_hex(16)
+        request_id = request_id or secrets.token_hex(16)
         try:
             if prompt is None:
                 prompt = self.encode(message)
@@ -87,7 +94,9 @@ class Translator:
             received_at=received_at,
             n=message.n,
             priority=message.priority,
+            timeout_s=message.timeout_s,
             watches=self._watch(message, request_id) if message.stop else (),
+            session=message.session,
         )
 
     def _watch(self, message: Generate, request_id: str) -> list[WatchedText]:
@@ -106,17 +115,19 @@ class Translator:
 
     # --- out --------------------------------------------------------------------------------------
 
-    def messages(self, action: NewTokens | SampleDone | RequestDone | RequestFailed | LedgerDone) -> Iterator[ToClient]:
+    def on_tokens(self, action: NewTokens) -> None:
+        """They wait for `take_deltas`, or for the end of their sample."""
+        sample = (action.request_id, action.sample)
+        waiting = self._waiting.get(sample)
+        if waiting is not None:
+            action = msgspec.structs.replace(
+                waiting, tokens=waiting.tokens + action.tokens, logprobs=waiting.logprobs + action.logprobs
+            )
+        self._waiting[sample] = action
+
+    def messages(self, action: SampleDone | RequestDone | RequestFailed | LedgerDone) -> Iterator[ToClient]:
         """What is to be told to `action.client` now."""
-        if type(action) is NewTokens:
-            sample = (action.request_id, action.sample)
-            waiting = self._waiting.get(sample)
-            if waiting is not None:
-                action = msgspec.structs.replace(
-                    waiting, tokens=waiting.tokens + action.tokens, logprobs=waiting.logprobs + action.logprobs
-                )
-            self._waiting[sample] = action
-        elif type(action) is SampleDone:
+        if type(action) is SampleDone:
             yield self._last_delta(action)
         elif type(action) is RequestDone:
             delta, text = self._end_text((action.request_id, 0))
@@ -141,7 +152,9 @@ class Translator:
                 if delta is not None:
                     yield delta
             self._skips_special.pop(action.request_id, None)
-            yield Failed(action.label, action.code, action.message, action.field, action.request_id)
+            yield Failed(
+                action.label, action.code, action.message, action.field, action.request_id, action.retry_after_s
+            )
         elif type(action) is LedgerDone:
             yield action.message
 
@@ -150,8 +163,8 @@ class Translator:
         deltas: dict[ClientId, list[Delta]] = {}
         if not self._waiting:
             return deltas
-        for action in self._waiting.values():
-            delta = self._delta(action)
+        for sample, action in self._waiting.items():
+            delta = self._delta(sample, action)
             of_client = deltas.get(action.client)
             if of_client is None:
                 deltas[action.client] = [delta]
@@ -160,27 +173,19 @@ class Translator:
         self._waiting.clear()
         return deltas
 
-    def _delta(self, action: NewTokens) -> Delta:
-        return Delta(
-            action.label,
-            action.tokens,
-            self._read((action.request_id, action.sample), action.tokens),
-            action.sample,
-            logprobs=action.logprobs,
-            prompt_logprobs=action.prompt_logprobs,
-        )
+    def _delta(self, sample: SampleId, action: NewTokens) -> Delta:
+        text = (self._detokenizers.get(sample) or self._open_text(sample)).push(action.tokens)
+        return Delta(action.label, action.tokens, text, action.sample, None, action.logprobs, action.prompt_logprobs)
 
-    def _read(self, sample: SampleId, tokens: tuple[int, ...]) -> str:
-        detokenizer = self._detokenizers.get(sample)
-        if detokenizer is None:
-            skip = self._skips_special.get(sample[0], True) if self._skips_special else True
-            detokenizer = self._detokenizers[sample] = self._text.detokenizer(skip_special_tokens=skip)
-        return detokenizer.push(tokens)
+    def _open_text(self, sample: SampleId) -> Detokenizer:
+        skip = self._skips_special.get(sample[0], True)
+        detokenizer = self._detokenizers[sample] = self._text.detokenizer(skip_special_tokens=skip)
+        return detokenizer
 
     def _end_text(self, sample: SampleId) -> tuple[Delta | None, str]:
         """The sample's waiting tokens, and the text that was held back."""
         waiting = self._waiting.pop(sample, None)
-        delta = None if waiting is None else self._delta(waiting)
+        delta = None if waiting is None else self._delta(sample, waiting)
         detokenizer = self._detokenizers.pop(sample, None)
         return delta, "" if detokenizer is None else detokenizer.flush()
 
@@ -188,6 +193,6 @@ class Translator:
         """The sample's waiting tokens, all text that has not been told, and how it ended."""
         sample = (done.request_id, done.sample)
         waiting = self._waiting.pop(sample, None)
-        delta = self._delta(waiting or NewTokens(done.client, done.label, done.request_id, (), done.sample))
+        delta = self._delta(sample, waiting or NewTokens(done.client, done.label, done.request_id, (), done.sample))
         rest = self._detokenizers.pop(sample).flush()
         return msgspec.structs.replace(delta, text=delta.text + rest, finish_reason=done.finish_reason)

@@ -295,7 +295,8 @@ def test_queueing_for_longer_than_the_liveness_timeout_loses_nobody() -> None:
     engine = {"max_batch_tokens": 48, "max_batch_requests": 4}
     steps = lambda worker_id, plan: 0.01 if worker_id == "decode-0" else 0.0
     with (
-        StubCluster(SPLIT, engine=engine, liveness=liveness, step_s=steps) as cluster,
+        # All at decode: else most of them would wait in the router.
+        StubCluster(SPLIT, engine=engine, liveness=liveness, step_s=steps, router={"max_handoffs": 32}) as cluster,
         cluster.client() as client,
         ThreadPoolExecutor(32) as pool,
     ):

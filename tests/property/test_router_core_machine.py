@@ -3,7 +3,9 @@
 I1: every accepted request ends exactly once, when its samples have. I2: every token index of every sample
 reaches the client exactly once, in order. Each token's value is a function of request, sample and index, so that
 a token of a wrong place shows. Some samples are ended by a watch, which the workers do not know.
-At the end everything comes back to life and runs dry: nothing may be left, in the core or on a worker.
+Few hand-overs may be under way and few requests wait, so that many are queued, displaced and refused; some have
+little time; workers that fail trip their breakers; at some point the router may stop. At the end everything comes
+back to life and runs dry: nothing may be left, in the core or on a worker.
 """
 
 from __future__ import annotations
@@ -33,7 +35,16 @@ from router.actions import NewTokens, RequestDone, RequestFailed, RouterAction, 
 from router.core import RouterCore
 from tests.fakes_router import config_of, join, worker
 
-CONFIG = config_of(router__max_attempts=4, router__max_requests=6)
+MAX_HANDOFFS = 2
+MAX_QUEUE = 4
+CONFIG = config_of(
+    router__max_attempts=4,
+    router__max_requests=12,
+    router__max_handoffs=MAX_HANDOFFS,
+    router__max_queue=MAX_QUEUE,
+    router__breaker_failures=2,
+    router__request_timeout_s=600.0,
+)
 SHAPES = (("p0", "d0"), ("p0", "p1", "d0", "d1"), ("b0",), ("b0", "b1"), ("p0", "d0", "b0"))
 
 
@@ -111,6 +122,7 @@ class Cluster(RuleBasedStateMachine):
         self.now = 0.0
         self.workers = {worker_id: FakeWorker(worker_id) for worker_id in shape}
         self.requests: dict[str, Expected] = {}
+        self.refused = 0
         for fake in self.workers.values():
             self.start(fake)
 
@@ -147,6 +159,8 @@ class Cluster(RuleBasedStateMachine):
                     expected = self.requests[action.request_id]
                     assert expected.ended is None, "I1: ended twice"
                     expected.ended = action.code
+                    if action.code == "overloaded" and action.retry_after_s is not None:
+                        self.refused += 1
 
     # --- workers ----------------------------------------------------------------------------------
 
@@ -237,8 +251,18 @@ class Cluster(RuleBasedStateMachine):
         stops=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 12)), min_size=1, max_size=3),
         watched=st.booleans(),
         client=st.sampled_from([b"c", b"e"]),
+        priority=st.sampled_from([-1, 0, 0, 1]),
+        timeout_s=st.sampled_from([None, None, 0.0, 1.0]),
     )
-    def generate(self, max_tokens: int, stops: list[tuple[int, int]], watched: bool, client: bytes) -> None:
+    def generate(
+        self,
+        max_tokens: int,
+        stops: list[tuple[int, int]],
+        watched: bool,
+        client: bytes,
+        priority: int,
+        timeout_s: float | None,
+    ) -> None:
         number, n = len(self.requests), len(stops)
         request_id = f"r{number}"
         samples = [
@@ -248,11 +272,24 @@ class Cluster(RuleBasedStateMachine):
         self.requests[request_id] = Expected(samples)
         sampling = SamplingParams(max_tokens=max_tokens)
         watches = samples if watched else ()
+        queued = self.core.num_queued
         self.do(
             self.core.on_generate(
-                client, str(number), request_id, 1, (1, 2, 3), sampling, self.now, n=n, watches=watches
+                client,
+                str(number),
+                request_id,
+                1,
+                (1, 2, 3),
+                sampling,
+                self.now,
+                n=n,
+                priority=priority,
+                timeout_s=timeout_s,
+                watches=watches,
             )
         )
+        assert self.core.num_queued <= max(MAX_QUEUE, queued), "who comes new does not wait beyond the limit"
+        assert not self.core.stopping or self.requests[request_id].ended == "overloaded"
 
     @rule(data=st.data())
     def hear_router(self, data: st.DataObject) -> None:
@@ -352,9 +389,23 @@ class Cluster(RuleBasedStateMachine):
     def client_goes(self, client: bytes) -> None:
         self.do(self.core.on_client_gone(client, self.now))
 
+    @rule(data=st.data(), undo=st.booleans())
+    def drain(self, data: st.DataObject, undo: bool) -> None:
+        worker_id = data.draw(st.sampled_from(list(self.workers)))
+        self.do(self.core.on_drain(worker_id, undo, self.now))
+
+    @precondition(lambda self: len(self.requests) > 6)
+    @rule()
+    def stop(self) -> None:
+        self.do(self.core.on_stopping(self.now))
+
     @invariant()
     def books_are_right(self) -> None:
         self.core.check_integrity()
+        most = MAX_HANDOFFS - 1 + 3  # the last slot may be taken by a request of three samples
+        refusals = sum(self.core.handoffs.values())  # who is refused by a worker cannot wait, and may exceed it
+        assert refusals or all(w.handoffs <= most for w in self.core.view.workers.values())
+        assert self.core.num_refused + self.core.num_displaced >= self.refused
         open_ones = sum(s.ended is None for e in self.requests.values() if e.ended is None for s in e.samples)
         assert open_ones == self.core.num_requests
 
@@ -364,7 +415,8 @@ class Cluster(RuleBasedStateMachine):
         for fake in self.workers.values():
             if not fake.alive:
                 self.start(fake)
-        for _ in range(200):
+            self.do(self.core.on_drain(fake.worker_id, True, self.now))
+        for _ in range(300):
             for fake in self.workers.values():
                 self.listen(fake)
                 for key in [*fake.prefills, *fake.handing, *(k for k, i in fake.decodes.items() if i >= 0)]:

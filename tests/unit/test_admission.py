@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from baton.errors import InvalidRequestError, OverloadedError, RequestError, RequestTooLargeError
-from baton.protocol import ChatMessage, Generate, WorkerInfo
+from baton.errors import InvalidRequestError, RequestError, RequestTooLargeError
+from baton.protocol import ChatMessage, Generate, LoadReport, WorkerInfo
 from baton.sampling_params import SamplingParams
-from router.admission import admit, check_source, check_token_ids
-from router.policy import PlacementPolicy
+from router.admission import check_request, check_source, check_token_ids, predict_prefill_s
+from router.policy import Demand, PlacementPolicy
 from router.view import ClusterView
 from tests.fakes_router import config_of, worker
 
@@ -26,8 +26,8 @@ def view_of(*workers: WorkerInfo) -> ClusterView:
     return view
 
 
-def try_admit(num_prompt: int, max_tokens: int, view: ClusterView, num_open: int = 0, max_requests: int = 10) -> None:
-    admit(num_prompt, max_tokens, view=view, policy=POLICY, num_open=num_open, max_requests=max_requests)
+def check(num_prompt: int, max_tokens: int, view: ClusterView, n: int = 1) -> None:
+    check_request(num_prompt, max_tokens, view=view, policy=POLICY, max_requests=10, n=n)
 
 
 @pytest.mark.parametrize(
@@ -63,13 +63,13 @@ def test_the_first_id_outside_the_vocabulary_is_named() -> None:
 
 def test_an_empty_prompt_is_invalid() -> None:
     with pytest.raises(InvalidRequestError, match="no tokens"):
-        try_admit(0, 5, view_of(worker("b0")))
+        check(0, 5, view_of(worker("b0")))
 
 
 def test_a_prompt_that_only_the_prefill_pool_is_too_small_for_says_so() -> None:
     small = worker("p0", num_blocks=2)
     with pytest.raises(RequestTooLargeError, match="fits no prefill worker's KV pool") as e:
-        try_admit(100, 20, view_of(small, worker("d0")))
+        check(100, 20, view_of(small, worker("d0")))
     assert e.value.field == "prompt"
 
 
@@ -78,41 +78,49 @@ def test_a_prompt_that_only_the_prefill_pool_is_too_small_for_says_so() -> None:
 )
 def test_longer_than_the_model_reads(prompt: int, max_tokens: int, field: str) -> None:
     with pytest.raises(RequestTooLargeError, match="max_model_len 200") as e:
-        try_admit(prompt, max_tokens, view_of(worker("p0"), worker("d0")))
+        check(prompt, max_tokens, view_of(worker("p0"), worker("d0")))
     assert isinstance(e.value, RequestError)
     assert e.value.field == field
 
 
 def test_exactly_as_long_as_the_model_reads() -> None:
-    try_admit(190, 10, view_of(worker("p0"), worker("d0")))
+    check(190, 10, view_of(worker("p0"), worker("d0")))
 
 
 def test_more_blocks_than_any_pool_has_names_both_numbers() -> None:
     view = view_of(worker("p0"), worker("d0", num_blocks=10), worker("d1", num_blocks=12))
-    try_admit(20, 28, view)
+    check(20, 28, view)
     with pytest.raises(RequestTooLargeError, match="need 13 KV blocks of 4 tokens; the largest pool has 12"):
-        try_admit(20, 29, view)
+        check(20, 29, view)
 
 
 def test_lost_workers_count_for_what_could_ever_fit() -> None:
     view = view_of(worker("p0"), worker("d0"))
     view.workers["d0"].state = "lost"
-    try_admit(20, 28, view)  # it will be told that no decode worker lives, which is another error
+    check(20, 28, view)  # it will be told that no decode worker lives, which is another error
     with pytest.raises(RequestTooLargeError):
-        try_admit(190, 28, view)
+        check(190, 28, view)
 
 
 def test_nothing_is_too_large_while_no_worker_is_known() -> None:
-    try_admit(10_000, 10_000, view_of())
+    check(10_000, 10_000, view_of())
 
 
-def test_the_bound_on_open_requests() -> None:
-    view = view_of(worker("b0"))
-    try_admit(5, 5, view, num_open=9)
-    with pytest.raises(OverloadedError, match=r"10 requests .* router.max_requests is 10"):
-        try_admit(5, 5, view, num_open=10)
+def test_more_samples_than_are_ever_let_in() -> None:
+    check(5, 5, view_of(worker("b0")), n=10)
+    with pytest.raises(InvalidRequestError, match=r"n is 11, .* router.max_requests, which counts samples, is 10") as e:
+        check(5, 5, view_of(worker("b0")), n=11)
+    assert e.value.field == "n"
 
 
-def test_too_large_is_told_even_when_the_router_is_full() -> None:
-    with pytest.raises(RequestTooLargeError):
-        try_admit(500, 5, view_of(worker("b0")), num_open=10)
+def test_prefill_is_predicted_from_what_waits_and_what_a_token_takes() -> None:
+    view = view_of(worker("p0"), worker("p1"), worker("p2"))
+    p0, p1, p2 = view.workers.values()
+    demand = Demand(100, 120)
+    assert predict_prefill_s(demand, [p0, p1, p2]) is None, "nobody has measured"
+    p0.load = LoadReport(prefill_token_s=0.001, num_pending_tokens=50)
+    assert predict_prefill_s(demand, [p0, p1]) == pytest.approx(0.150)
+    view.charge_prefill(p0, 300)  # the router knows of more than the worker had told
+    assert predict_prefill_s(demand, [p0]) == pytest.approx(0.400)
+    p1.load = LoadReport(prefill_token_s=0.002)
+    assert predict_prefill_s(demand, [p0, p1, p2]) == pytest.approx(0.200), "the one that is the first to have it"
