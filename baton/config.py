@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import hmac
+import ipaddress
 import os
 import re
 from pathlib import Path
@@ -24,7 +25,19 @@ PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 """Finite and of a length that every timer can wait: 1e6 s are eleven days."""
+Milliseconds = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Role = Literal["prefill", "decode", "both"]
+PolicyName = Literal[
+    "round_robin",
+    "random",
+    "power_of_two",
+    "least_loaded",
+    "least_outstanding_tokens",
+    "kv_aware",
+    "session",
+    "slo_aware",
+]
+"""See `router.policies`."""
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=None):
@@ -39,14 +52,16 @@ class Secret:
     """A text that shows nowhere: not in `repr`, messages or dumps; `reveal` gives it."""
 
     __slots__ = ("_text",)
+    path = "security.secret"
+    """Where the configuration has it."""
 
     def __init__(self, text: str):
         """Raises ConfigError for what is no text of at least `MIN_SECRET` characters, without saying what it was."""
         if not isinstance(text, str):
-            raise ConfigError("security.secret", "must be a text; put it in quotes")
+            raise ConfigError(self.path, "must be a text; put it in quotes")
         if len(text) < MIN_SECRET:
             raise ConfigError(
-                "security.secret",
+                self.path,
                 f"is too short: {len(text)} characters, at least {MIN_SECRET}; "
                 "take `python -c 'import secrets; print(secrets.token_urlsafe(32))'`",
             )
@@ -65,7 +80,20 @@ class Secret:
         return "<secret>"
 
     def __reduce__(self) -> tuple[type[Secret], tuple[str]]:
-        return Secret, (self._text,)
+        return type(self), (self._text,)
+
+
+class ApiKey(Secret):
+    """One that HTTP clients send in a header."""
+
+    __slots__ = ()
+    path = "http.api_keys"
+
+    def __init__(self, text: str):
+        """Raises ConfigError, too, for what a header cannot carry."""
+        super().__init__(text)
+        if not all("!" <= c <= "~" for c in text):
+            raise ConfigError(self.path, "has characters that no header carries; take letters, digits, - and _")
 
 
 class RayConfig(_Section, frozen=True):
@@ -187,16 +215,50 @@ class RouterConfig(_Section, frozen=True):
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     """Port of the ZeroMQ front; 0: any free one."""
-    prefill_policy: Literal["round_robin", "least_loaded"] = "least_loaded"
-    decode_policy: Literal["round_robin", "least_loaded"] = "least_loaded"
+    prefill_policy: PolicyName = "least_loaded"
+    """Which prefill worker gets a request. `least_loaded`: the fewest queued steps; `least_outstanding_tokens`: tokens;
+    `round_robin`, `random`; `power_of_two`: of two random ones the one with fewer tokens; `session`: the one of its
+    session; `kv_aware`: queue and computing in milliseconds, less what is cached there; `slo_aware`: the same, within
+    `slo_ttft_ms` whoever has least to compute."""
+    decode_policy: PolicyName = "least_loaded"
+    """Which decode worker. `least_loaded`: by its shares of batch and KV pool in use; `kv_aware`: its steps and what
+    must be sent there, in milliseconds; `slo_aware`: the same, within `slo_tbt_ms` to whom least must be sent."""
+    conditional_split: bool = False
+    """A request whose prompt is short, or cached at a decode worker, may be prefilled there, where that is predicted to
+    be faster for it and delays nobody beyond `slo_tbt_ms` (without that: to more than twice a step)."""
     max_requests: PositiveInt = 4096
     """Requests in the system at once; one more is refused as overloaded."""
+    max_handoffs: PositiveInt | None = None
+    """Requests that may be on their way to one decode worker: placed, and not decoding there yet. Where all have so
+    many, a request waits in the router's queue. None: twice as many as the worker runs at once."""
+    max_queue: NonNegativeInt | None = None
+    """Requests that may wait in the router's queue; one more is refused as overloaded, or the least important one is in
+    its place. None: only `max_requests` counts."""
+    slo_ttft_ms: Milliseconds | None = None
+    """Time to the first token that is promised: a request for which more is predicted, by the workers' own measured
+    times, is refused as overloaded at once, unless its priority is below 0. None: nothing is refused for that."""
+    slo_tbt_ms: Milliseconds | None = None
+    """Time between two tokens that is promised, for policies that predict it."""
     request_timeout_s: Seconds | None = None
-    """A request that takes longer fails, wherever it is by then; None: no limit."""
+    """A request that takes longer fails, wherever it is by then; None: no limit. A request may ask for less."""
     max_attempts: PositiveInt = 3
     """Times a request is placed before it fails, the first included."""
+    retry_backoff_s: Seconds = 0.1
+    """A request that failed is placed again at once; if it fails again, after so long, and twice as long each time."""
+    retry_backoff_max_s: Seconds = 2.0
+    """The longest of these waits."""
+    breaker_failures: NonNegativeInt = 5
+    """A worker that fails so often within `breaker_window_s`, and succeeds no more often, gets nothing new while
+    others can take it; 0: never."""
+    breaker_window_s: Seconds = 10.0
+    breaker_cooldown_s: Seconds = 1.0
+    """After so long such a worker is tried with one request. If that fails too, it is left alone for twice as long."""
+    breaker_cooldown_max_s: Seconds = 60.0
+    """The longest of these times."""
     worker_wait_s: Seconds = 60.0
     """How long a request that lost its worker waits for one to come back where no other can take it."""
+    shutdown_grace_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 5.0
+    """How long a router that stops lets open requests get to their end, while it refuses new ones; 0: not at all."""
 
 
 class HttpConfig(_Section, frozen=True):
@@ -208,22 +270,35 @@ class HttpConfig(_Section, frozen=True):
     """0: any free one; `baton status` tells which."""
     model_names: tuple[str, ...] = ()
     """Names under which clients ask for the model, the first one is shown; none: made of `model.source`."""
-    api_keys: tuple[Secret, ...] = ()
-    """Clients send one of them as `Authorization: Bearer KEY`; none: anyone may ask. 16 characters or more each."""
+    api_keys: tuple[ApiKey, ...] = ()
+    """Clients send one of them as `Authorization: Bearer KEY`. None: BATON_API_KEY of the environment, and without that
+    anyone may ask. 16 characters or more each."""
     max_body_mib: PositiveInt = 32
     """Size of a request's body."""
-    cors_origins: tuple[str, ...] = ()
-    """Web pages of these origins may ask from a browser; `*`: of any."""
+    cors_origins: tuple[Annotated[str, msgspec.Meta(pattern=r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\s]+)$")], ...] = ()
+    """Web pages of these origins (`https://host`, `https://host:port`) may ask from a browser; `*`: of any."""
     tls_certificate: str | None = None
     """File with a certificate chain in PEM; with it the server speaks HTTPS only."""
     tls_key: str | None = None
     """File with its key; None: in `tls_certificate` too."""
+    read_timeout_s: Seconds = 60.0
+    """A request whose headers and body have not arrived after so long is ended."""
     write_timeout_s: Seconds = 60.0
     """A client that takes none of its answer for so long is disconnected."""
     metrics_prefix: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_:]*$")] = "baton:"
     """Before the names of metrics; vLLM's is `vllm:`."""
     ui: bool = True
     """Serve the page `/ui`."""
+
+
+class TracingConfig(_Section, frozen=True):
+    """OpenTelemetry spans of requests; needs the extra `otel`."""
+
+    endpoint: Annotated[str, msgspec.Meta(pattern=r"^https?://[^\s/]+")] | None = None
+    """Where a collector takes OTLP over HTTP, such as http://127.0.0.1:4318; None: where OTEL_EXPORTER_OTLP_ENDPOINT of
+    the environment says, and without that there are no spans."""
+    sample_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    """Of the requests that come without a trace of their client's; with one, what that says holds."""
 
 
 class LivenessConfig(_Section, frozen=True):
@@ -257,11 +332,15 @@ class ClusterConfig(_Section, frozen=True):
     transfer: TransferConfig = TransferConfig()
     router: RouterConfig = RouterConfig()
     http: HttpConfig = HttpConfig()
+    tracing: TracingConfig = TracingConfig()
     liveness: LivenessConfig = LivenessConfig()
     ray: RayConfig = RayConfig()
     security: SecurityConfig = SecurityConfig()
     log_level: Literal["debug", "info", "warning", "error"] = "warning"
-    """Of Baton's own lines on the standard error of its processes; under Ray that is a file in its session's `logs`."""
+    """Of Baton's own lines on the standard error of its processes; under Ray that is a file in its session's `logs`.
+    `info` has a line for each request that ends."""
+    log_format: Literal["text", "json"] = "text"
+    """`json`: one object a line, for programs that collect logs."""
     start_timeout_s: Seconds = 120.0
     """`up` fails if the cluster is not ready within this."""
 
@@ -280,6 +359,7 @@ class ClusterConfig(_Section, frozen=True):
 
 
 SECRET_VARIABLE = "BATON_SECRET"
+API_KEY_VARIABLE = "BATON_API_KEY"
 TRANSPORTS = ("auto", "inproc", "shm", "zmq+tcp", "zmq+ipc", "gloo", "nccl", "nixl", "cuda-ipc")
 FAULTY = "faulty+"
 """Before a transport's name: the same with faults, for tests and rehearsals."""
@@ -297,7 +377,7 @@ _ROLES = ("prefill", "decode", "both")
 def load_config(path: str | Path | None = None, overrides: dict[str, Any] | None = None) -> ClusterConfig:
     """Read `path` (None: all defaults), apply dotted `overrides` (`{"engine.block_size": 32}`), validate.
 
-    A missing `security.secret` is taken from BATON_SECRET of the environment.
+    A missing `security.secret` is taken from BATON_SECRET of the environment, `http.api_keys` from BATON_API_KEY.
     Raises ConfigError for a file that cannot be read, an unknown key, a wrong type or an impossible value.
     """
     tree: Any = {}
@@ -313,17 +393,12 @@ def load_config(path: str | Path | None = None, overrides: dict[str, Any] | None
         tree = parse_yaml(text, source)
         tree = {} if tree is None else tree
     if not isinstance(tree, dict):
-        raise ConfigError(source, "must hold a mapping of sections", value=tree)
+        raise ConfigError(source, f"must hold a mapping of sections, not {type(tree).__name__}")
     if "pools" not in tree and any(dotted.startswith("pools.") for dotted in overrides or {}):
         tree["pools"] = {name: {} for name in ClusterConfig().pools}  # they change the default pools, not replace them
     for dotted, value in (overrides or {}).items():
         _set_dotted(tree, dotted, value)
-    config = parse_config(tree)
-    secret = environment_secret()
-    if config.security.secret is None and secret is not None:
-        config = msgspec.structs.replace(config, security=SecurityConfig(secret=secret))
-        _check_consistency(config)
-    return config
+    return parse_config(tree, with_environment=True)
 
 
 def environment_secret() -> Secret | None:
@@ -344,12 +419,20 @@ def parse_yaml(text: str, source: str) -> Any:
         raise ConfigError(source, f"is not valid YAML: {' '.join(str(e).split())}") from e
 
 
-def parse_config(tree: dict[str, Any]) -> ClusterConfig:
-    """Validate a plain mapping (as YAML gives it) into a ClusterConfig; raises ConfigError."""
+def parse_config(tree: dict[str, Any], *, with_environment: bool = False) -> ClusterConfig:
+    """Validate a plain mapping (as YAML gives it) into a ClusterConfig; raises ConfigError.
+
+    `with_environment`: secrets that it lacks are taken from the environment.
+    """
     try:
         config = msgspec.convert(tree, ClusterConfig, strict=True, dec_hook=_read_secret)
     except msgspec.ValidationError as e:
         raise _locate(tree, ClusterConfig, "") or ConfigError("configuration", str(e)) from None
+    if with_environment:
+        if config.security.secret is None and (secret := environment_secret()) is not None:
+            config = msgspec.structs.replace(config, security=SecurityConfig(secret=secret))
+        if not config.http.api_keys and (key := os.environ.get(API_KEY_VARIABLE)):
+            config = msgspec.structs.replace(config, http=msgspec.structs.replace(config.http, api_keys=(ApiKey(key),)))
     _check_consistency(config)
     return config
 
@@ -357,7 +440,7 @@ def parse_config(tree: dict[str, Any]) -> ClusterConfig:
 def dump_config(config: ClusterConfig, *, with_secret: bool = False) -> dict[str, Any]:
     """The resolved configuration as plain data, all defaults filled in.
 
-    `with_secret`: for a process that is to run it. Else the secret is replaced by a text that `parse_config` refuses.
+    `with_secret`: for a process that is to run it. Else secrets are replaced by a text that `parse_config` refuses.
     """
     plain: dict[str, Any] = msgspec.to_builtins(
         config, enc_hook=lambda secret: secret.reveal() if with_secret else NOT_SHOWN
@@ -370,13 +453,22 @@ NOT_SHOWN = "<not shown>"
 
 
 def _read_secret(kind: type, value: Any) -> Any:
-    assert kind is Secret, kind
-    return value if isinstance(value, Secret) else Secret(value)
+    assert issubclass(kind, Secret), kind
+    return value if isinstance(value, kind) else kind(value)
+
+
+_SECTIONS_WITH_SECRETS = ("security", "http")
+_SECRET_NAME = re.compile("secret|key", re.IGNORECASE)
 
 
 def _shown(path: str, value: Any) -> Any:
-    """What an error at `path` may say of the value: of all that may be or hold a secret, nothing."""
-    return None if path.partition(".")[0] == "security" else value
+    """What an error at `path` may say of the value: of all that may be or hold a secret, nothing.
+
+    By the name, misspelt ones included, and where a whole section was expected.
+    """
+    hidden = path.partition(".")[0] == "security" or path in _SECTIONS_WITH_SECRETS or _SECRET_NAME.search(path)
+    holds_some = isinstance(value, dict | list) and _SECRET_NAME.search(repr(value))
+    return None if hidden or holds_some else value
 
 
 def _check_consistency(config: ClusterConfig) -> None:
@@ -427,6 +519,7 @@ def _check_consistency(config: ClusterConfig) -> None:
                 problem = "must be cuda with transfer.transport: cuda-ipc, which maps memory of GPUs"
                 raise ConfigError(f"pools.{name}.device", problem, value=pool.device, allowed="cuda")
     _check_formats(config)
+    _check_http(config)
     if config.security.secret is not None and transport in UNENCRYPTED_TRANSPORTS and config.ray.address:
         raise ConfigError(
             "transfer.transport",
@@ -441,6 +534,29 @@ def _check_consistency(config: ClusterConfig) -> None:
             value="inproc",
             allowed="auto, shm or zmq+tcp with launcher: ray",
         )
+
+
+def _check_http(config: ClusterConfig) -> None:
+    http = config.http
+    if http.tls_key is not None and http.tls_certificate is None:
+        raise ConfigError("http.tls_key", "has no effect without http.tls_certificate", value=http.tls_key)
+    if http.enabled and config.security.secret is not None and not http.api_keys and not is_loopback(http.host):
+        raise ConfigError(
+            "http.api_keys",
+            f"is empty, so that on http.host {http.host} HTTP would let everybody in, while security.secret keeps "
+            "everybody out",
+            allowed=f"at least one key (or {API_KEY_VARIABLE}), http.host: 127.0.0.1, or http.enabled: false",
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a socket bound to `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def _check_formats(config: ClusterConfig) -> None:
@@ -473,7 +589,8 @@ def _set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
         if child is None:
             child = node[key] = {}
         if not isinstance(child, dict):
-            raise ConfigError(dotted, f"cannot be set: {key} is not a section", value=_shown(dotted, child))
+            value = None if parents[0] in _SECTIONS_WITH_SECRETS else _shown(dotted, child)
+            raise ConfigError(dotted, f"cannot be set: {key} is not a section", value=value)
         node = child
     node[last] = value
 

@@ -75,7 +75,13 @@ class RequestTooLargeError(RequestError):
 
 
 class OverloadedError(BatonError):
+    """`retry_after_s`: when there may be room, as far as that can be told; None: it cannot."""
+
     code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class RequestFailedError(BatonError):
@@ -115,9 +121,13 @@ _CLIENT_ERRORS: dict[str, type[BatonError]] = {
 }
 
 
-def error_from_code(code: str, message: str, *, field: str | None = None) -> BatonError:
+def error_from_code(
+    code: str, message: str, *, field: str | None = None, retry_after_s: float | None = None
+) -> BatonError:
     """The exception a client raises for an error that came over the wire."""
     cls = _CLIENT_ERRORS.get(code, RequestFailedError)
     if issubclass(cls, RequestError):
         return cls(message, field=field)
+    if issubclass(cls, OverloadedError):
+        return cls(message, retry_after_s=retry_after_s)
     return cls(message)

@@ -19,6 +19,7 @@ from baton.protocol import (
     AttemptFailed,
     HandoffDone,
     HandoffRefused,
+    Heartbeat,
     Replace,
     RequestKey,
     Submit,
@@ -31,7 +32,7 @@ from baton.protocol import (
 class ToRouter(msgspec.Struct, frozen=True):
     """Send this to the router."""
 
-    message: Tokens | HandoffRefused | HandoffDone | AttemptFailed
+    message: Tokens | HandoffRefused | HandoffDone | AttemptFailed | Heartbeat
 
 
 class ToPeer(msgspec.Struct, frozen=True):

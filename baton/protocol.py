@@ -14,7 +14,20 @@ import msgspec
 from baton.layout import KVLayout
 from baton.ledger import AskLedger, ClusterLedger, LedgerReport, LedgerRequest
 from baton.sampling_params import PromptLogprobs, SamplingParams, TokenId, TokenIds, TokenLogprobs
-from baton.wire import BlockSeconds, Count, Marks, Message, Name, Reason, RequestId, Seconds, Timeout, Words
+from baton.wire import (
+    BlockSeconds,
+    Count,
+    Duration,
+    Marks,
+    Message,
+    Name,
+    PrefixHashes,
+    Reason,
+    RequestId,
+    Seconds,
+    Timeout,
+    Words,
+)
 
 PROTOCOL_VERSION = 4
 
@@ -29,6 +42,7 @@ Priority = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 NumSamples = Annotated[int, msgspec.Meta(ge=1, le=64)]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+BreakerState = Literal["closed", "open", "half_open"]
 
 
 Incarnation = Annotated[str, msgspec.Meta(max_length=200)]
@@ -162,6 +176,28 @@ class LoadReport(Message, frozen=True, tag=15):
     """Blocks that are held and that nobody accounts for, as the last audit found (`baton.audit`)."""
     stranded_block_seconds: BlockSeconds = 0.0
     """Their number, summed over the time since they were found."""
+    decode_step_s: Duration = 0.0
+    """What a decode step takes lately with as many requests as decode now, at least one; 0: none was measured yet."""
+    decode_slope_s: Duration = 0.0
+    """What each further request adds to that, at most its share of it."""
+    prefill_token_s: Duration = 0.0
+    """What a prompt token takes lately, beside the decodes of its step; 0: none was measured yet."""
+    num_preemptions: Count = 0
+    """Times a request gave its blocks up for another, to compute them again later."""
+
+
+class PrefixNews(Message, frozen=True, tag=28):
+    """Which KV blocks a worker has got, or has no more, that a request with the same beginning would find.
+
+    Only full blocks count. Told once the router has asked for it (`AskPrefixes`); rides on `Tokens` and `Heartbeat`.
+    """
+
+    number: Count
+    """Counts up by one. After a gap all that was told is worth nothing."""
+    added: PrefixHashes = b""
+    removed: PrefixHashes = b""
+    reset: bool = False
+    """What was told before is void: all blocks follow, from this message on."""
 
 
 class Heartbeat(Message, frozen=True, tag=16):
@@ -169,6 +205,8 @@ class Heartbeat(Message, frozen=True, tag=16):
 
     incarnation: Name
     load: LoadReport | None = None
+    prefixes: PrefixNews | None = None
+    """Of a worker's heartbeat."""
 
 
 class Submit(Message, frozen=True, tag=20):
@@ -242,6 +280,8 @@ class Tokens(Message, frozen=True, tag=23):
     load: LoadReport | None = None
     logprobs: Annotated[tuple[LogprobsOut, ...], msgspec.Meta(max_length=MAX_STEP_TOKENS)] = ()
     """Of those tokens of the step whose requests want them."""
+    prefixes: PrefixNews | None = None
+    """To be read first: what a prompt of this step left behind is known when its first token comes."""
 
 
 class AttemptFailed(Message, frozen=True, tag=24):
@@ -281,6 +321,10 @@ class Leaving(Message, frozen=True, tag=27):
     """
 
     incarnation: Name
+
+
+class AskPrefixes(Message, frozen=True, tag=29):
+    """Router to worker: tell which prefixes you hold, all of them now, changes from then on (`PrefixNews`)."""
 
 
 # --- client and router ---------------------------------------------------------------------------
@@ -334,6 +378,8 @@ class Generate(Message, frozen=True, tag=31):
     """Leave tokens that are no text, such as the end of a turn, out of the text."""
     session: Words = ""
     """Requests of one session go to the same workers, where a policy heeds it."""
+    timeout_s: Timeout | None = None
+    """Fail the request after so long, wherever it is by then; the router's own limit holds too."""
 
 
 class Cancel(Message, frozen=True, tag=32):
@@ -401,6 +447,8 @@ class Failed(Message, frozen=True, tag=36):
     message: str
     field: str | None = None
     request_id: str = ""
+    retry_after_s: float | None = None
+    """Of code `overloaded`: when the router expects to have room; None: it cannot tell."""
 
 
 class StatusRequest(Message, frozen=True, tag=37):
@@ -428,6 +476,31 @@ class Explained(Message, frozen=True, tag=43):
     """`router.records.RequestRecord`, by field name."""
 
 
+class OverviewRequest(Message, frozen=True, tag=50):
+    """Client to router: the state of everything in short. Answered by Overview."""
+
+    label: Name
+
+
+class Overview(Message, frozen=True, tag=51):
+    label: Name
+    data: dict[str, Any]
+    """See `router.overview.make_overview`."""
+
+
+class RecordsRequest(Message, frozen=True, tag=52):
+    """Client to router: what became of the last requests that ended? Answered by Records."""
+
+    label: Name
+    limit: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 50
+
+
+class Records(Message, frozen=True, tag=53):
+    label: Name
+    records: tuple[dict[str, Any], ...]
+    """`router.records.RequestRecord`, by field name, the latest first, without the rankings of their placements."""
+
+
 class WorkerStatus(Message, frozen=True, tag=38):
     info: WorkerInfo
     load: LoadReport
@@ -435,6 +508,8 @@ class WorkerStatus(Message, frozen=True, tag=38):
     seen_s_ago: float
     num_outstanding: Count = 0
     """Parts of requests (prefills and decodes) placed there that have not ended."""
+    breaker: BreakerState = "closed"
+    """`open`: it failed too often and gets nothing for a while; `half_open`: it is tried again (`router.breaker`)."""
 
 
 class Status(Message, frozen=True, tag=39):
@@ -447,6 +522,8 @@ class Status(Message, frozen=True, tag=39):
     max_model_len: Count = 0
     url: str = ""
     """Where the router serves HTTP; empty: nowhere."""
+    num_queued: Count = 0
+    """Of the open requests, those that wait in the router's queue."""
 
 
 class Alive(Message, frozen=True, tag=40):
@@ -457,6 +534,8 @@ class Alive(Message, frozen=True, tag=40):
 
 
 ToRouterFromWorker = Join | Heartbeat | Tokens | AttemptFailed | HandoffRefused | HandoffDone | Leaving | LedgerReport
-ToWorker = Joined | JoinRefused | Peers | Heartbeat | Submit | Replace | Abort | Leaving | AskLedger
-ToRouterFromClient = Generate | Cancel | StatusRequest | Drain | Explain | LedgerRequest
-ToClient = Delta | Deltas | Done | Failed | Status | Alive | Explained | ClusterLedger
+ToWorker = Joined | JoinRefused | Peers | Heartbeat | Submit | Replace | Abort | Leaving | AskLedger | AskPrefixes
+ToRouterFromClient = (
+    Generate | Cancel | StatusRequest | Drain | Explain | LedgerRequest | OverviewRequest | RecordsRequest
+)
+ToClient = Delta | Deltas | Done | Failed | Status | Alive | Explained | ClusterLedger | Overview | Records

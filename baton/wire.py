@@ -19,6 +19,12 @@ Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
 BlockSeconds = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
 """A number of blocks, summed over seconds."""
 Timeout = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Duration = Timeout
+"""Seconds that something took, or is expected to take."""
+MAX_PREFIX_HASHES = 1 << 14
+"""In one list of a message."""
+PrefixHashes = Annotated[bytes, msgspec.Meta(max_length=8 * MAX_PREFIX_HASHES)]
+"""Hashes of 8 bytes each (`baton.prefix_hash`), one after another."""
 Marks = Annotated[dict[Annotated[int, msgspec.Meta(ge=0, lt=256)], Seconds], msgspec.Meta(max_length=64)]
 """Timeline marks (`baton.timeline.Mark`) -> seconds."""
 

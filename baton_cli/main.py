@@ -8,7 +8,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 import yaml
 
@@ -89,7 +88,9 @@ def up(
 @app.command(epilog="Example: baton down baton")
 def down(
     name: Annotated[str | None, typer.Argument(help="Name of the cluster; default: the only one that is up.")] = None,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds before its process is killed.")] = 30.0,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", help="Seconds, beyond router.shutdown_grace_s, before its process is killed.")
+    ] = 30.0,
 ) -> None:
     """End a cluster that `baton up` started, and nothing else."""
     from baton_cluster.record import end_owner, find_record
@@ -117,16 +118,49 @@ def explain(
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show where a request that ended went, why it was placed so, and where its time went."""
+    """Show where a request went, open or ended, why it was placed so, and where its time goes."""
     from baton_cli.output import record_tables
+    from router.records import record_dict
 
     with _client(cluster, address) as client:
         record = client.explain(request_id)
     if as_json:
-        print_json(msgspec.to_builtins(record))
+        print_json(record_dict(record))
     else:
         for table in record_tables(record):
             out.print(table)
+
+
+@app.command(epilog="Example: baton top --once")
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Show it a single time.")] = False,
+    every_s: Annotated[float, typer.Option("--every", min=0.1, help="Seconds between two looks.")] = 1.0,
+    cluster: ClusterName = None,
+    address: Address = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show pools, queues, KV blocks and latencies, again every second; Ctrl-C ends it."""
+    from baton_cli.top import run_top
+
+    with _client(cluster, address) as client:
+        run_top(client, once=once, as_json=as_json, every_s=every_s)
+
+
+@app.command(epilog="Example: baton trace --last 20 --out trace.json")
+def trace(
+    request_id: Annotated[
+        str | None, typer.Argument(help="Only this request: its id, or the start of it.", show_default=False)
+    ] = None,
+    path: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path("trace.json"),
+    last: Annotated[int, typer.Option(help="So many requests, the last that ended.")] = 100,
+    cluster: ClusterName = None,
+    address: Address = None,
+) -> None:
+    """Write where the time of the last requests went, as a trace for https://ui.perfetto.dev."""
+    from baton_cli.trace import run_trace
+
+    with _client(cluster, address) as client:
+        run_trace(client, request_id, last=last, path=path)
 
 
 @app.command(epilog="Example: baton doctor --worker decode-0 --block-ids")

@@ -43,12 +43,15 @@ def status_data(status: Status, address: str) -> dict[str, Any]:
         "max_model_len": status.max_model_len,
         "router_incarnation": status.router_incarnation,
         "requests": status.num_requests,
+        "queued_requests": status.num_queued,
         "workers": [
             {
                 "worker_id": w.info.worker_id,
                 "pool": w.info.pool,
                 "role": w.info.role,
                 "state": w.state,
+                "breaker": w.breaker,
+                "outstanding": w.num_outstanding,
                 "node": w.info.node,
                 "pid": w.info.pid,
                 "device": w.info.device,
@@ -92,7 +95,7 @@ def status_table(status: Status, address: str) -> Table:
         table.add_row(
             w.info.worker_id,
             w.info.role,
-            w.state,
+            w.state if w.breaker == "closed" else f"{w.state} ({w.breaker.replace('_', ' ')})",
             *([w.info.node] if where else []),
             str(w.info.pid),
             " ".join(places),
@@ -102,6 +105,8 @@ def status_table(status: Status, address: str) -> Table:
         )
     place = f" on {nodes.pop()}" if len(nodes) == 1 else ""
     table.caption = f"model {status.model}{place}; KV free: blocks of the pool; queue: requests waiting + running"
+    if status.num_queued:
+        table.caption += f"; {status.num_queued} more wait in the router"
     return table
 
 
@@ -201,15 +206,33 @@ def timeline_table(done: Completion) -> Table:
 
 
 def record_tables(record: RequestRecord) -> list[Table]:
-    """What `baton explain` shows: every placement with the scores of all candidates, then the stages."""
+    """What `baton explain` shows: every placement, what its candidates cost and why, then the stages."""
     choices = Table(title=f"request {record.request_id}", box=box.SIMPLE_HEAD)
-    for column in ("placement", "prefill", "decode", "candidates (lower is better)"):
+    for column in ("placement", "prefill", "decode", "policies"):
         choices.add_column(column)
+    candidates = Table(title="candidates (lower is better)", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("placement", "for", "worker", "score", "made of"):
+        candidates.add_column(column, justify="right" if column == "score" else "left")
     for number, placement in enumerate(record.placements, 1):
-        scores = ", ".join(f"{s.worker_id} ({s.part}) {s.value:g}" for s in placement.scores)
-        choices.add_row(str(number), placement.prefill, placement.decode, scores)
-    ended = f"{record.finish_reason}{': ' + record.error if record.error else ''}"
-    choices.caption = f"{record.prompt_tokens} tokens in, {record.completion_tokens} out; ended: {ended}" + (
+        policies = dict.fromkeys(ranking.policy for ranking in placement.rankings)
+        choices.add_row(str(number), placement.prefill, placement.decode, ", ".join(policies))
+        for score in placement.scores:
+            made_of = ", ".join(_part_text(name, value) for name, value in score.parts.items())
+            candidates.add_row(str(number), score.part, score.worker_id, f"{score.value:.4g}", made_of)
+    now = f"ended: {record.finish_reason}{': ' + record.error if record.error else ''}"
+    if not record.finish_reason:
+        now = f"open: {record.state}"
+    choices.caption = f"{record.prompt_tokens} tokens in, {record.completion_tokens} out; {now}" + (
         f"; retried because: {record.retried}" if record.retried else ""
     )
-    return [choices, stage_table("where its time went", RequestTimeline(marks=dict(record.marks)))]
+    if record.queued_s:
+        choices.caption += f"; at no worker for {record.queued_s:.3g} s"
+    return [choices, candidates, stage_table("where its time went", RequestTimeline(marks=dict(record.marks)))]
+
+
+def _part_text(name: str, value: float) -> str:
+    """`queue_ms`: `queue 12.5 ms`; `cached_tokens`: `cached 160 tokens`."""
+    what, _, unit = name.rpartition("_")
+    if unit in ("ms", "tokens"):
+        return f"{what} {value:.4g} {unit}"
+    return f"{name.replace('_', ' ')} {value:.3g}"

@@ -36,6 +36,7 @@ def run_up(config: ClusterConfig) -> None:
             secret=config.security.secret,
             url=cluster.url,
             warnings=cluster.warnings,
+            shutdown_grace_s=config.router.shutdown_grace_s,
         )
         try:
             out.print(status_table(cluster.status(), cluster.address))
@@ -47,7 +48,7 @@ def run_up(config: ClusterConfig) -> None:
             while True:
                 signal.pause()
         except KeyboardInterrupt:
-            out.print("ending")
+            out.print(f"ending; open requests have {config.router.shutdown_grace_s:g} s, Ctrl-C again cuts that short")
         finally:
             remove_record(config.name)
     out.print(f"{config.name} has ended")

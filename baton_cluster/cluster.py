@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from baton.config import ClusterConfig
 from baton.protocol import Status
+from baton.security import exposure, http_exposure
 from router.client import AsyncRouterClient, RouterClient
 
 Progress = Callable[[str], None]
@@ -16,6 +17,14 @@ Progress = Callable[[str], None]
 
 def no_progress(text: str) -> None:
     """Progress that nobody watches."""
+
+
+def exposures(config: ClusterConfig, hosts: list[str]) -> list[str]:
+    """Warnings of what others than the cluster's own could reach. `hosts`: where its ZeroMQ sockets listen."""
+    found = [exposure(hosts, config.security.secret)]
+    if config.http.enabled:
+        found.append(http_exposure(config.http.host, config.http.api_keys))
+    return [warning for warning in found if warning is not None]
 
 
 class Cluster:

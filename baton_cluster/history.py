@@ -34,7 +34,17 @@ from baton.ports import (
     ToPeer,
     ToRouter,
 )
-from baton.protocol import Abort, AttemptFailed, HandoffDone, HandoffRefused, Peers, Replace, Submit, Tokens
+from baton.protocol import (
+    Abort,
+    AskPrefixes,
+    AttemptFailed,
+    HandoffDone,
+    HandoffRefused,
+    Peers,
+    Replace,
+    Submit,
+    Tokens,
+)
 from baton.worker_core import WorkerCore
 from router.actions import NewTokens, RequestDone, RequestFailed, RouterAction, SendWorker
 from router.core import RouterCore
@@ -113,8 +123,8 @@ class LifeHistory:
 
         setattr(core, name, watched)
 
-    def _hears_router(self, place: str, message: Submit | Replace | Abort | Peers, now: float) -> None:
-        if not isinstance(message, Peers):
+    def _hears_router(self, place: str, message: Submit | Replace | Abort | Peers | AskPrefixes, now: float) -> None:
+        if not isinstance(message, Peers | AskPrefixes):
             self._add(message.key.request_id, now, place, f"hears {type(message).__name__}")
 
     def _hears_peer(self, place: str, event: Any, now: float) -> None:

@@ -16,13 +16,13 @@ import zmq
 from baton.config import ClusterConfig
 from baton.engine.build import build_runner
 from baton.engine.weights import resolve_model
-from baton.security import exposure
 from baton.worker import EngineWorker
 from baton_cluster.build import build_worker
-from baton_cluster.cluster import Cluster, Progress, no_progress
+from baton_cluster.cluster import Cluster, Progress, exposures, no_progress
 from baton_cluster.specs import worker_specs
 from kv_transfer.link_memory import gpu_link_bytes
 from kv_transfer.registry import resolve_transport, shares_memory
+from router.http.tls import check_tls
 from router.server import RouterServer
 
 
@@ -41,14 +41,14 @@ class LocalCluster(Cluster):
         progress: Progress = no_progress,
     ):
         self.config = config
-        warning = exposure([config.router.host], config.security.secret)
-        self.warnings: list[str] = [] if warning is None else [warning]
+        self.warnings = exposures(config, [config.router.host])
         self.workers: dict[str, EngineWorker] = {}
         encodes = config.transfer.wire_encoding != "none"
         transport = resolve_transport(config.transfer.transport, one_process=True, encodes=encodes)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router: RouterServer | None = None
         try:
+            check_tls(config.http)
             model_path = resolve_model(config.model.source, progress=progress)
             self._router = RouterServer(config, model_path)
             self.address, back = self._router.start()
@@ -84,10 +84,12 @@ class LocalCluster(Cluster):
             raise
 
     def stop(self) -> None:
-        """End all threads and close all sockets. Idempotent."""
+        """End all threads and close all sockets, open requests after `router.shutdown_grace_s`. Idempotent."""
         router, self._router = self._router, None
-        if router is not None:
-            router.stop()
-        for worker in self.workers.values():
-            worker.stop()
-        self._context.term()
+        try:
+            if router is not None:
+                router.stop()  # first: what is open may still end
+        finally:
+            for worker in self.workers.values():
+                worker.stop()
+            self._context.term()

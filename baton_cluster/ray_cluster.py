@@ -19,14 +19,14 @@ import msgspec
 from baton.config import ClusterConfig, PoolConfig, dump_config
 from baton.engine.weights import resolve_model
 from baton.errors import BatonError, ClusterError, ConfigError
-from baton.security import exposure
 from baton_cluster.actors import RouterActor, WorkerActor
-from baton_cluster.cluster import Cluster, Progress, no_progress
+from baton_cluster.cluster import Cluster, Progress, exposures, no_progress
 from baton_cluster.cores import assign_cores
 from baton_cluster.ray_session import RaySession
 from baton_cluster.specs import WorkerSpec, worker_specs
 from baton_cluster.supervisor import Supervisor
 from kv_transfer.registry import resolve_transport, shares_memory
+from router.http.tls import check_tls
 
 STOP_TIMEOUT_S = 10.0
 """A worker ends after the step it is in; one that takes longer is killed."""
@@ -76,6 +76,8 @@ class RayCluster(Cluster):
         self._owns_session = session is None
         self._lock = threading.Lock()
         self._stopping = False
+        if config.ray.address is None:  # else the router may be on a node that has other files
+            check_tls(config.http)
         # Converted here, once, with a message; on other nodes each worker finds or converts its own.
         self._model_path = str(resolve_model(config.model.source, progress=progress))
         bundles = [bundle(config.pools[slot.spec.pool]) for slot in self._slots.values()]
@@ -128,8 +130,7 @@ class RayCluster(Cluster):
             for slot, place in zip(slots, places, strict=True):
                 slot.host = place["node_ip"]
         hosts = [self.config.router.host, self._router_host, *(slot.host for slot in slots)]
-        if (warning := exposure(hosts, self.config.security.secret)) is not None:
-            self.warnings.append(warning)
+        self.warnings += exposures(self.config, hosts)
         self._choose_transport(slots, places)
         self._progress("loading the model")
         start_router = self._router.start.remote(self._model_path, self._router_host)
@@ -281,18 +282,30 @@ class RayCluster(Cluster):
     # --- end ----------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """End the actors, give their resources back, and end Ray if it was started here. Idempotent."""
+        """End the actors, give their resources back, and end Ray if it was started here. Idempotent.
+
+        The router first: it gives what is open `router.shutdown_grace_s` to end, which Ctrl-C cuts short.
+        """
         with self._lock:
             self._stopping = True
-            actors = [a for a in (self._router, *(slot.actor for slot in self._slots.values())) if a is not None]
+            router, actors = self._router, [a for s in self._slots.values() if (a := s.actor) is not None]
             self._router = None
             for slot in self._slots.values():
                 slot.actor = None
         self._supervisor.stop()
-        self._end_actors(actors)
-        self._supervisor.join()
-        if self._owns_session:
-            self._session.close()
+        try:
+            if router is not None and self._router_node and self._ray.is_initialized():  # else it never was ready
+                self._stop_router(router)
+        finally:
+            self._end_actors(actors if router is None else [router, *actors])
+            self._supervisor.join()
+            if self._owns_session:
+                self._session.close()
+
+    def _stop_router(self, router: Any) -> None:
+        with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
+            stopped = router.stop.remote()
+            self._ray.wait([stopped], timeout=self.config.router.shutdown_grace_s + STOP_TIMEOUT_S)
 
     def _end_actors(self, actors: list[Any]) -> None:
         if self._ray.is_initialized():

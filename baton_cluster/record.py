@@ -33,6 +33,8 @@ class ClusterRecord(msgspec.Struct):
     """Where HTTP is served."""
     warnings: list[str] = []
     """What `baton up` has to say about it."""
+    shutdown_grace_s: float = 0.0
+    """`router.shutdown_grace_s`: so long its end may take while requests are open."""
 
 
 def records_folder() -> Path:
@@ -57,11 +59,22 @@ def write_record(
     secret: Secret | None = None,
     url: str | None = None,
     warnings: Sequence[str] = (),
+    shutdown_grace_s: float = 0.0,
 ) -> None:
     """Record that this process owns the cluster. Raises ClusterError if another living one has the name."""
     claim_name(name)
     process = psutil.Process()
-    record = ClusterRecord(name, address, ray_address, process.pid, process.create_time(), secret, url, list(warnings))
+    record = ClusterRecord(
+        name,
+        address,
+        ray_address,
+        process.pid,
+        process.create_time(),
+        secret,
+        url,
+        list(warnings),
+        shutdown_grace_s,
+    )
     folder = records_folder()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = folder / f".{name}.{os.getpid()}"
@@ -108,6 +121,7 @@ def find_record(name: str | None = None) -> ClusterRecord:
 def end_owner(record: ClusterRecord, timeout_s: float) -> None:
     """Ask the owning process to end its cluster and wait for it; kill it and its children if it does not.
 
+    `timeout_s`: beyond the grace that the cluster gives to open requests.
     Processes that the cluster did not start are never touched.
     """
     try:
@@ -115,7 +129,7 @@ def end_owner(record: ClusterRecord, timeout_s: float) -> None:
         children = owner.children(recursive=True)
         owner.send_signal(signal.SIGTERM)
         try:
-            owner.wait(timeout_s)
+            owner.wait(record.shutdown_grace_s + timeout_s)
         except psutil.TimeoutExpired:
             children = owner.children(recursive=True)
             owner.kill()

@@ -14,7 +14,7 @@ _ALLOWED = "colocated:N or split:P+D, such as colocated:2 or split:1+1"
 def with_placement(config: ClusterConfig, placement: str) -> ClusterConfig:
     """`config` with its pools replaced by the placement's; workers keep the first pool's cores, GPUs and KV memory.
 
-    Raises ConfigError for a name that is not a placement.
+    Its ports are any free ones. Raises ConfigError for a name that is not a placement.
     """
     pools: dict[str, int]
     if match := re.fullmatch(r"colocated:([1-9]\d*)", placement):
@@ -26,6 +26,7 @@ def with_placement(config: ClusterConfig, placement: str) -> ClusterConfig:
     tree: dict[str, Any] = dump_config(config, with_secret=True)
     template = {**tree["pools"][next(iter(config.pools))], "role": None}
     tree["pools"] = {name: {**template, "workers": workers} for name, workers in pools.items()}
+    tree["router"]["port"] = tree["http"]["port"] = 0  # placements that are compared are up at once
     tree["name"] = re.sub(r"[^A-Za-z0-9]+", "-", f"{config.name}-{placement}")
     return parse_config(tree)
 

@@ -7,9 +7,9 @@ Knows names only; a transport's module is imported when it is opened.
 
 from __future__ import annotations
 
-from baton.config import FAULTY, TRANSPORTS, UNENCRYPTED_TRANSPORTS
+from baton.config import FAULTY, TRANSPORTS, UNENCRYPTED_TRANSPORTS, is_loopback
 from baton.errors import ConfigError
-from baton.security import Security, is_loopback
+from baton.security import Security
 from kv_transfer.base import KVTransport
 
 SCHEMES = tuple(name for name in TRANSPORTS if name != "auto")

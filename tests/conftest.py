@@ -6,9 +6,13 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from tests.certificates import Certificate
 
 # A shell that starts us in the background has SIGINT ignored, and the processes that tests interrupt would inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -59,6 +63,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny_model(folder)
     save_tokenizer(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    """For HTTPS on this machine."""
+    from tests.certificates import make_certificate
+
+    return make_certificate(tmp_path_factory.mktemp("certificate"))
 
 
 @pytest.fixture(scope="module")

@@ -120,6 +120,8 @@ class Script:
         client: bytes = b"c",
         n: int = 1,
         watches: Sequence[TokenWatch] = (),
+        priority: int = 0,
+        timeout_s: float | None = None,
         **sampling: Any,
     ) -> list[Any]:
         """A request with a prompt of so many tokens; its id is the client's name and the label."""
@@ -127,7 +129,19 @@ class Script:
         self.num_requests += 1
         request_id, tokens = self.id(label, client), tuple(range(prompt))
         return self.done(
-            self.core.on_generate(client, label, request_id, 77, tokens, params, self.now, n=n, watches=watches)
+            self.core.on_generate(
+                client,
+                label,
+                request_id,
+                77,
+                tokens,
+                params,
+                self.now,
+                n=n,
+                watches=watches,
+                priority=priority,
+                timeout_s=timeout_s,
+            )
         )
 
     @staticmethod
@@ -184,6 +198,7 @@ class LetterText:
     """A text for tests: each token is the character with its number, prompts of more than one letter fit."""
 
     vocab_size = VOCAB
+    chat_template = ""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if not text.isascii():
@@ -199,7 +214,7 @@ class LetterText:
         return self.push(token_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
-        return bytes([token_id])
+        return chr(token_id).encode()
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> LetterText:
         return self

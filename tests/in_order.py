@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from baton.ports import Action, BlocksReceived, BlocksSent, FromDecode, FromPrefill, ShipBlocks, ToPeer, ToRouter
-from baton.protocol import Abort, Heartbeat, Join, Peers, Replace, Submit
+from baton.protocol import Abort, AskPrefixes, Heartbeat, Join, Peers, Replace, Submit
 from baton_cluster.history import ROUTER, ROUTER_EVENTS, WORKER_EVENTS
 from router.actions import SendWorker
 from tests.stub_cluster import StubCluster
@@ -80,6 +80,8 @@ class InOrder:
         match action:
             case ToPeer(peer):
                 return self._names[peer]
+            case ToRouter(Heartbeat()):
+                return None
             case ToRouter():
                 return ROUTER
             case SendWorker(worker_id, _, Submit() | Replace() | Abort()):
@@ -88,7 +90,7 @@ class InOrder:
 
     def _note_heard(self, place: str, name: str, event: tuple[Any, ...]) -> None:
         match name, event:
-            case "on_router_message", (message, _) if not isinstance(message, Peers):
+            case "on_router_message", (message, _) if not isinstance(message, Peers | AskPrefixes):
                 self._heard[place] += 1
             case "on_worker_message", (_, message, _) if not isinstance(message, Join | Heartbeat):
                 self._heard[place] += 1

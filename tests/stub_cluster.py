@@ -119,6 +119,7 @@ class StubCluster:
     """`pools` as in cluster.yaml.
 
     `wrap(worker_id, transport)` may put a faulty transport in between, `wrap_links(worker_id, links)` faulty links.
+    `text`: the router's; None: a letter is a token.
     """
 
     def __init__(
@@ -129,13 +130,16 @@ class StubCluster:
         step_s: Callable[[str, StepPlan], float] = lambda worker_id, plan: 0.0,
         wrap: Callable[[str, KVTransport], KVTransport] = lambda worker_id, transport: transport,
         wrap_links: Callable[[str, PeerLinks], PeerLinks] = lambda worker_id, links: links,
+        text: Any = None,
         **sections: Any,
     ):
         tree = {"launcher": "local", "pools": pools, "liveness": {"heartbeat_s": 0.2, "timeout_s": 10}, **sections}
+        tree["router"] = {"shutdown_grace_s": 0, **sections.get("router", {})}  # tests leave requests open
         self.config: ClusterConfig = parse_config(tree)
         self.context: zmq.Context[Any] = zmq.Context()
-        text: Any = LetterText()
-        text.vocab_size = VOCAB
+        if text is None:
+            text = LetterText()
+            text.vocab_size = VOCAB
         self.router = RouterServer(self.config, text=text)
         self.address, self.back = self.router.start()
         self.workers: dict[str, EngineWorker] = {}

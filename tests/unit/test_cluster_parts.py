@@ -90,6 +90,19 @@ def test_ending_a_cluster_ends_its_process_and_forgets_it(
         record.find_record("other")
 
 
+def test_an_owner_has_the_grace_of_its_cluster_before_it_is_killed(runtime: Path) -> None:
+    code = (
+        "import signal, sys, time; from baton_cluster.record import write_record; "
+        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), print('in order', flush=True), sys.exit())); "
+        "write_record('slow', 'tcp://x', None, shutdown_grace_s=20.0); print(flush=True); signal.pause()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=dict(os.environ)) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        record.end_owner(record.find_record("slow"), timeout_s=0.0)
+        assert process.stdout.read() == b"in order\n"
+
+
 def test_a_record_with_a_secret_that_others_can_read_is_refused(runtime: Path) -> None:
     record.write_record("mine", "tcp://x", None, secret=Secret("a secret of enough length"))
     assert record.find_record("mine").secret is not None

@@ -27,6 +27,7 @@ from baton.ledger import (
 from baton.protocol import (
     PROTOCOL_VERSION,
     Abort,
+    AskPrefixes,
     AttemptFailed,
     Cancel,
     ChatMessage,
@@ -47,7 +48,12 @@ from baton.protocol import (
     LoadReport,
     LogprobsOut,
     MarksOut,
+    Overview,
+    OverviewRequest,
     Peers,
+    PrefixNews,
+    Records,
+    RecordsRequest,
     Replace,
     RequestKey,
     Status,
@@ -117,6 +123,8 @@ MESSAGES: dict[Any, list[Any]] = {
         HandoffRefused("w", KEY, "d", "full"),
         HandoffDone("w", KEY, 3, 4096, {5: 1.5}),
         REPORT,
+        Heartbeat("i", prefixes=PrefixNews(1, b"12345678" * 2, b"", True)),
+        Tokens("w", "i", (TokenOut(*KEY, 0, 5, None),), prefixes=PrefixNews(2, b"", b"12345678")),
     ],
     ToWorker: [
         Joined("r", 0.5, 1.0, 1.5),
@@ -129,6 +137,7 @@ MESSAGES: dict[Any, list[Any]] = {
         Abort(KEY),
         Abort(KEY._replace(sample=3)),
         AskLedger(3, True),
+        AskPrefixes(),
     ],
     ToRouterFromClient: [
         Generate("l", SAMPLING, messages=(ChatMessage("user", "héllo 🎉"),)),
@@ -140,6 +149,8 @@ MESSAGES: dict[Any, list[Any]] = {
         StatusRequest("l"),
         Drain("l", "w", True),
         Explain("l", "ab"),
+        OverviewRequest("l"),
+        RecordsRequest("l", 1024),
         LedgerRequest("l", "w", True),
     ],
     ToClient: [
@@ -148,6 +159,8 @@ MESSAGES: dict[Any, list[Any]] = {
         Delta("l", (5, 6), "ab", logprobs=(SAID, None), prompt_logprobs=(None, SAID)),
         Done("l", "r", "length", Usage(1, 2), {0: 0.5}, "p", "d", 1, 10, "x"),
         Explained("l", {"request_id": "ab", "marks": {1: 0.5}}),
+        Overview("l", {"health": "ok", "recent": [{"total_ms": None}]}),
+        Records("l", ({"request_id": "ab", "marks": {1: 0.5}}, {})),
         Failed("l", "invalid_request", "empty", "prompt"),
         ClusterLedger(
             "l",
@@ -182,6 +195,11 @@ CASES = [(union, message) for union, messages in MESSAGES.items() for message in
 def test_every_message_survives_the_wire(union: Any, message: Any) -> None:
     codec = Codec(union)
     assert codec.decode(codec.encode(message)) == message
+
+
+@pytest.mark.parametrize(("union", "message"), CASES)
+def test_messages_that_there_are_often_are_written_alike(union: Any, message: Any) -> None:
+    assert Codec(union, often=(type(message),)).encode(message) == Codec(union).encode(message)
 
 
 @pytest.mark.parametrize(

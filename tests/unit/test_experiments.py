@@ -52,6 +52,8 @@ def test_placements_become_pools_of_the_same_kind() -> None:
     }
     assert {n: p.workers for n, p in with_placement(config, "colocated:2").pools.items()} == {"both": 2}
     assert with_placement(config, "split:1+1").name != with_placement(config, "colocated:2").name
+    listening = with_placement(parse_config({"router": {"port": 5555}, "http": {"port": 8000}}), "split:1+1")
+    assert (listening.router.port, listening.http.port) == (0, 0), "they run side by side"
     for wrong in ("colocated", "split:0+1", "split:1", "both:2", ""):
         with pytest.raises(ConfigError, match="colocated:N"):
             with_placement(ClusterConfig(), wrong)

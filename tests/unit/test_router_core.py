@@ -131,12 +131,12 @@ def test_an_ended_request_can_be_explained() -> None:
     s = Script("p0", "d0", "b0")
     s.generate()
     s.cancel()
-    record = s.core.explain("c-")
+    record = s.core.explain("c-", s.now)
     assert record is not None
     assert {score.worker_id for score in record.placements[0].scores} == {"p0", "d0", "b0"}
     assert record.finish_reason == "abort"
     with pytest.raises(InvalidRequestError, match="nobody"):
-        s.core.explain("nobody")
+        s.core.explain("nobody", s.now)
 
 
 # --- order and duplicates (I2) --------------------------------------------------------------------
@@ -400,6 +400,134 @@ def test_a_lost_peer_is_avoided_where_there_is_another() -> None:
     s = Script("p0", "d0", "p1", "d1")
     key = started(s)
     assert s.failed("p0", key, "peer_lost")[-1] == ("p1", submit(s.key(attempt=1), "d1"))
+
+
+def test_further_failures_of_a_request_wait_twice_as_long_each_time() -> None:
+    s = Script(
+        "b0", config=config_of(router__max_attempts=6, router__retry_backoff_max_s=0.3, router__breaker_failures=0)
+    )
+    s.generate()
+    assert len(s.failed("b0", s.key())) == 1, "the first failure is followed at once"
+    for attempt, wait in ((1, 0.1), (2, 0.2), (3, 0.3), (4, 0.3)):
+        assert s.failed("b0", s.key(attempt=attempt)) == []
+        assert s.wait(wait - 0.01, beating=["b0"]) == []
+        assert s.wait(0.01, beating=["b0"]) == [("b0", submit(s.key(attempt=attempt + 1), None))]
+    assert s.core.num_retries == 5
+
+
+def test_a_worker_that_comes_meanwhile_does_not_cut_the_wait_short() -> None:
+    s = Script("b0")
+    s.generate()
+    s.failed("b0", s.key())
+    assert s.failed("b0", s.key(attempt=1)) == []
+    assert not [m for _, m in s.join(worker("b1")) if isinstance(m, Submit)]
+    assert s.wait(0.1, beating=["b0", "b1"]) == [("b1", submit(s.key(attempt=2), None))]
+
+
+def test_workers_on_which_it_failed_are_avoided_in_all_further_attempts() -> None:
+    s = Script("b0", "b1", "b2", config=config_of(router__max_attempts=5))
+    seen = [s.generate()[0][0]]
+    for attempt in range(3):
+        found = s.failed(seen[-1], s.key(attempt=attempt)) or s.wait(0.5, beating=["b0", "b1", "b2"])
+        seen.append(found[-1][0])
+    assert sorted(seen[:3]) == ["b0", "b1", "b2"]
+    assert seen[3] != seen[2], "all failed it: at least not the last one again"
+
+
+def test_a_cancelled_request_that_waits_for_its_next_attempt() -> None:
+    s = Script("b0")
+    s.generate()
+    s.failed("b0", s.key())
+    s.failed("b0", s.key(attempt=1))
+    assert s.cancel() == [("done", "x", "abort")]
+    assert s.wait(1.0, beating=["b0"]) == []
+
+
+# --- circuit breakers -----------------------------------------------------------------------------
+
+
+def broken(*worker_ids: str, **router: Any) -> Script:
+    """A script whose b0 has failed three requests, one a second."""
+    settings = {"breaker_failures": 3, "breaker_cooldown_s": 2.0, **router}
+    s = Script("b0", config=config_of(**{f"router__{key}": value for key, value in settings.items()}))
+    for i in range(3):
+        assert s.generate(f"bad{i}")[0][0] == "b0"
+        s.failed("b0", s.key(f"bad{i}"), "engine_error")
+        s.cancel(f"bad{i}")
+        s.now += 1.0
+        s.beat("b0")
+    for worker_id in worker_ids:
+        s.join(worker(worker_id))
+    return s
+
+
+def breaker_of(s: Script, worker_id: str) -> str:
+    return next(w.breaker for w in s.core.status("x", s.now).workers if w.info.worker_id == worker_id)
+
+
+def test_a_worker_that_fails_again_and_again_gets_nothing_until_it_is_tried() -> None:
+    s = broken("b1")
+    assert breaker_of(s, "b0") == "open"
+    assert [s.generate(f"x{i}")[0][0] for i in range(4)] == ["b1"] * 4
+    s.wait(1.5, beating=["b0", "b1"])
+    assert breaker_of(s, "b0") == "half_open"
+    assert [s.generate(f"y{i}")[0][0] for i in range(3)] == ["b0", "b1", "b1"], "one request tries it"
+    s.tokens("b0", out(s.key("y0"), 0))
+    assert breaker_of(s, "b0") == "closed"
+    assert s.generate("z")[0][0] == "b0"
+    assert s.core.num_breakers_opened == 1
+
+
+def test_an_open_worker_is_used_if_nobody_else_is_left() -> None:
+    s = broken()
+    assert breaker_of(s, "b0") == "open"
+    assert s.generate()[0][0] == "b0"
+
+
+def test_it_is_waited_for_the_others_rather_than_that_an_open_worker_is_used() -> None:
+    s = broken("b1", max_handoffs=1)
+    assert s.generate("x")[0][0] == "b1"
+    assert s.generate("y") == [], "b0 has room, and is left alone"
+    assert s.tokens("b1", out(s.key("x"), 0))[-1] == ("b1", submit(s.key("y"), None))
+
+
+def test_a_restarted_worker_is_tried_at_once() -> None:
+    s = broken("b1")
+    s.join(worker("b0", life=2))
+    assert breaker_of(s, "b0") == "half_open"
+    assert s.generate("x")[0][0] == "b0"
+    assert s.generate("y")[0][0] == "b1"
+
+
+def test_a_hand_over_that_fails_counts_against_both_and_a_lost_peer_against_the_peer() -> None:
+    s = Script("p0", "d0", config=config_of(router__breaker_failures=1))
+    started(s)
+    s.failed("p0", s.key(), "peer_lost")
+    assert (breaker_of(s, "p0"), breaker_of(s, "d0")) == ("closed", "open")
+    s = Script("p0", "d0", config=config_of(router__breaker_failures=1))
+    started(s)
+    s.failed("p0", s.key(), "transfer")
+    assert (breaker_of(s, "p0"), breaker_of(s, "d0")) == ("open", "open")
+
+
+# --- a router that stops --------------------------------------------------------------------------
+
+
+def test_a_router_that_stops_lets_nothing_in_and_open_requests_go_on() -> None:
+    s = Script("p0", "d0", config=config_of(router__shutdown_grace_s=3.0, router__max_handoffs=1))
+    key = started(s)
+    assert s.generate("queued") == []
+    assert s.done(s.core.on_stopping(s.now)) == []
+    (refused,) = s.core.on_generate(b"c", "y", "c-y", 1, (1,), SamplingParams(max_tokens=5), s.now)
+    assert isinstance(refused, RequestFailed)
+    assert (refused.code, refused.retry_after_s) == ("overloaded", 4.0)
+    s.tokens("p0", out(key, 0))
+    s.handed("p0", key)
+    assert s.tokens("d0", out(key, 1))[-1] == ("p0", submit(s.key("queued"), "d0"))
+    assert s.done(s.core.on_shutdown(s.now)) == [
+        ("failed", "x", "request_failed"),
+        ("failed", "queued", "request_failed"),
+    ]
 
 
 # --- stale attempts -------------------------------------------------------------------------------

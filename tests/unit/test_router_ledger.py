@@ -78,7 +78,7 @@ def test_a_worker_that_does_not_answer_is_silent_and_its_late_answer_is_dropped(
 def test_a_lost_worker_is_shown_and_nobody_waits_for_it() -> None:
     s = Asking("p0", "d0", "d1")
     s.lose("d1")
-    s.core.on_drain("p0", undo=False)
+    s.core.on_drain("p0", undo=False, now=s.now)
     assert s.ask() == [("p0", AskLedger(1)), ("d0", AskLedger(1))]
     s.report("p0")
     (ledger,) = [action[1] for action in s.lose("d0") if action[0] == "ledger"]

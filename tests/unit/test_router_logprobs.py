@@ -85,7 +85,8 @@ def test_a_retry_goes_on_where_delivery_ended_and_asks_about_the_prompt_only_if_
     (found,) = s.report(other, key, 0, 1, prompt=PROMPT)
     assert found.prompt_logprobs == PROMPT
     assert s.report(other, key, 3) == [], "held back, and lost with its attempt"
-    last = submitted(s.failed(other, key))
+    assert s.failed(other, key) == [], "it failed twice, so it waits a little"
+    last = submitted(s.wait(0.1))
     assert (last.prior, last.sampling.prompt_logprobs, last.sampling.logprobs) == ((10, 11), None, 0)
     (found,) = s.report(worker, s.key(attempt=2), 2, 3)
     assert (found.tokens, found.logprobs, found.prompt_logprobs) == ((12, 13), (about(2), about(3)), None)

@@ -204,7 +204,7 @@ def test_a_request_of_many_samples_can_be_explained() -> None:
     s.generate(n=2)
     for key in keys(s, 2):
         s.tokens("p0", out(key, 0, finish="stop"))
-    record = s.core.explain(s.id("x"))
+    record = s.core.explain(s.id("x"), s.now)
     assert record is not None
     assert (len(record.placements), record.completion_tokens, record.finish_reason) == (2, 2, "stop")
 

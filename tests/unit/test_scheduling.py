@@ -105,6 +105,7 @@ def test_the_least_important_is_preempted() -> None:
         if len(running) == 1:
             break
     assert running == {"usual"}, "although it is the younger one"
+    assert core.load().num_preemptions == 1
 
 
 def test_a_more_important_one_is_never_preempted_for_a_lesser() -> None:
@@ -155,6 +156,51 @@ def test_step_times_learn() -> None:
     for _ in range(50):
         times.observe(4, 100, 0.250)
     assert times.chunk_tokens(4, 0.100) == pytest.approx(25, abs=1), "it follows"
+
+
+def test_step_times_are_told_as_a_line_and_a_share() -> None:
+    times = StepTimes()
+    assert times.summary(4) == (0.0, 0.0, 0.0), "nothing is known"
+    for _ in range(100):
+        for decodes in (2, 4, 8):
+            times.observe(decodes, 0, 0.010 + 0.002 * decodes)
+        times.observe(4, 100, 0.018 + 0.1)
+        times.observe(4, 10, 0.018 + 0.01)
+    assert times.summary(4) == pytest.approx((0.018, 0.002, 0.001), rel=0.05)
+    assert times.summary(6).decode_s == pytest.approx(0.022, rel=0.05)
+    assert times.summary(16).decode_s == pytest.approx(0.042, rel=0.05)
+
+
+def test_one_number_of_decodes_has_no_slope_and_no_step_costs_less_than_nothing() -> None:
+    times = StepTimes()
+    for _ in range(20):
+        times.observe(4, 0, 0.02)
+    assert times.summary(4) == pytest.approx((0.02, 0.0, 0.0))
+    assert times.summary(9) == pytest.approx((0.02, 0.0, 0.0))
+    times = StepTimes()
+    for _ in range(20):
+        times.observe(4, 0, 0.01)
+        times.observe(5, 0, 0.1)
+    step_s, slope_s, _ = times.summary(5)
+    assert step_s == pytest.approx(0.1, rel=0.05)
+    assert 0 < slope_s <= step_s / 5
+    assert times.summary(1).decode_s >= 0
+
+
+def test_the_load_report_tells_what_steps_take() -> None:
+    core = make_core()
+    core.submit(request("prompt", 200, max_tokens=20), 0.0)
+    run_timed(core, 5, token_s=0.001, decode_s=0.02)
+    core.submit(request("more", 10, max_tokens=100), 10.0)
+    now = 10.0
+    for _ in range(10):
+        plan = core.schedule(now)
+        assert plan is not None
+        now += 0.02 if plan.total_tokens == 1 else 0.01
+        advance(core, plan, now)
+    load = core.load()
+    assert (load.num_running, load.decode_step_s) == (1, pytest.approx(0.02))
+    assert load.prefill_token_s == pytest.approx(0.001, rel=0.1)
 
 
 def run_timed(core: EngineCore, seconds: float, token_s: float, decode_s: float) -> list[tuple[int, float]]:
