@@ -273,8 +273,8 @@ class HttpConfig(_Section, frozen=True):
     api_keys: tuple[ApiKey, ...] = ()
     """Clients send one of them as `Authorization: Bearer KEY`. None: BATON_API_KEY of the environment, and without that
     anyone may ask. 16 characters or more each."""
-    max_body_mib: PositiveInt = 32
-    """Size of a request's body."""
+    max_body_mib: PositiveInt = 8
+    """Size of a request's body. Reading one holds up the router, about 0.1 s a MiB of token ids."""
     cors_origins: tuple[Annotated[str, msgspec.Meta(pattern=r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\s]+)$")], ...] = ()
     """Web pages of these origins (`https://host`, `https://host:port`) may ask from a browser; `*`: of any."""
     tls_certificate: str | None = None

@@ -11,13 +11,14 @@ from typing import Any, TypedDict, Unpack
 import msgspec
 
 from baton.errors import InvalidRequestError
-from baton.protocol import MAX_TEXT, ChatMessage, Delta, Done, FinishReason, Generate, Text, Usage
+from baton.protocol import MAX_TEXT, ChatMessage, Delta, Done, FinishReason, Generate, ToolCall, Usage
 from baton.sampling_params import PromptLogprobs, SamplingParams, StructuredOutput, TokenLogprobs
 from baton.timeline import RequestTimeline
-from baton.wire import Name
 from router.admission import check_sampling
 
-Prompt = str | list[int] | tuple[int, ...] | list[dict[str, str]]
+Prompt = str | list[int] | tuple[int, ...] | list[dict[str, Any]]
+"""Text, token ids, or messages: `role` and `content`, and where there are some `tool_calls` (as OpenAI's API has them),
+`tool_call_id`, `name`."""
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -68,6 +69,16 @@ class GenerateOptions(TypedDict, total=False):
     timeout_s: float | None
     """The cluster itself ends the request as failed after so long, wherever it is by then. (A call's `timeout` is
     what its caller waits.)"""
+    session: str
+    """Requests of one session go to the same workers, where the cluster's policy heeds it."""
+    skip_special_tokens: bool
+    """Leave tokens that are no text out of the text (the default)."""
+    tools: Iterable[Mapping[str, Any]]
+    """Of messages: the tools that the chat template shows to the model, as OpenAI's API has them."""
+    template_options: Mapping[str, Any]
+    """Of messages: further variables for the chat template."""
+    continue_final: bool
+    """Of messages: the answer goes on where the last one ends."""
     n: int
     """So many answers to the prompt, drawn independently (`Completion.choices`)."""
 
@@ -262,6 +273,9 @@ def build_generate(label: str, prompt: Prompt, **options: Unpack[GenerateOptions
         )
     if isinstance(given.get("logit_bias"), Mapping):
         given["logit_bias"] = dict(given["logit_bias"])
+    for name, kind in (("tools", list), ("template_options", dict)):
+        if name in given:
+            given[name] = _json(name, kind(given[name])) if given[name] else ""
     for name, value in given.items():
         _check(name, value, _TYPES[name])
         if isinstance(value, int) and name in _FLOATS:
@@ -273,7 +287,7 @@ def build_generate(label: str, prompt: Prompt, **options: Unpack[GenerateOptions
     return msgspec.structs.replace(message, **request) if request else message
 
 
-_REQUEST_OPTIONS = {"stop", "include_stop_str_in_output", "n", "priority", "timeout_s"}
+_REQUEST_OPTIONS = GenerateOptions.__annotations__.keys() - set(SamplingParams.__struct_fields__)
 """Options that are no `SamplingParams`."""
 _FLOATS = {"timeout_s", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"}
 _TYPES = {field.name: field.type for kind in (SamplingParams, Generate) for field in msgspec.structs.fields(kind)}
@@ -288,13 +302,7 @@ def _with_prompt(label: str, prompt: Prompt, sampling: SamplingParams) -> Genera
     if prompt and isinstance(prompt[0], dict):
         messages = []
         for i, message in enumerate(prompt):
-            _check(f"prompt[{i}]", message, dict[str, str])
-            assert isinstance(message, dict)
-            if set(message) != {"role", "content"}:
-                raise InvalidRequestError(f"prompt[{i}] must have role and content, nothing else", field="prompt")
-            _check(f"prompt[{i}].role", message["role"], Name)
-            _check(f"prompt[{i}].content", message["content"], Text)
-            messages.append(ChatMessage(message["role"], message["content"]))
+            messages.append(_message(f"prompt[{i}]", message))
         size = sum(len(m.role) + len(m.content) for m in messages)
         if size > MAX_TEXT:
             raise InvalidRequestError(
@@ -303,6 +311,34 @@ def _with_prompt(label: str, prompt: Prompt, sampling: SamplingParams) -> Genera
         return Generate(label=label, sampling=sampling, messages=tuple(messages))
     _check("prompt", prompt, _TYPES["token_ids"])
     return Generate(label=label, sampling=sampling, token_ids=tuple(prompt))  # type: ignore[arg-type]
+
+
+def _message(name: str, message: Any) -> ChatMessage:
+    _check(name, message, dict[str, Any])
+    missing = [key for key in ("role", "content") if message.get(key) is None and not message.get("tool_calls")]
+    unknown = message.keys() - {"role", "content", "tool_calls", "tool_call_id", "name"}
+    if missing or unknown:
+        wrong = f"lacks {' and '.join(missing)}" if missing else f"has {', '.join(sorted(unknown))}"
+        allowed = "role and content, and may have tool_calls, tool_call_id and name"
+        raise InvalidRequestError(f"{name} {wrong}; a message has {allowed}", field="prompt")
+    calls = []
+    for i, call in enumerate(message.get("tool_calls") or ()):
+        try:
+            calls.append(ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"]))
+        except (KeyError, TypeError) as e:
+            shape = '{"id": ..., "function": {"name": ..., "arguments": ...}}'
+            raise InvalidRequestError(f"{name}.tool_calls[{i}] must be {shape}", field="prompt") from e
+    fields = {key: value for key in ("tool_call_id", "name") if (value := message.get(key)) is not None}
+    made = ChatMessage(message.get("role"), message.get("content") or "", tuple(calls), **fields)
+    _check(name, made, ChatMessage)
+    return made
+
+
+def _json(name: str, value: Any) -> str:
+    try:
+        return msgspec.json.encode(value).decode()
+    except (TypeError, ValueError) as e:
+        raise InvalidRequestError(f"{name} must be JSON: {e}", field=name) from None
 
 
 def _check(name: str, value: Any, kind: Any) -> None:

@@ -5,6 +5,7 @@ For `baton explain`. Bounded; pure data.
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import islice
 from typing import Any
 
@@ -14,6 +15,8 @@ from router.policy import Placement
 from router.request import ClientRequest
 
 MAX_RECORDS = 1024
+MAX_RANKED = 128
+"""Records, the latest, that also say what each candidate cost: most of a record where there are many workers."""
 
 
 class RequestRecord(msgspec.Struct, frozen=True):
@@ -90,11 +93,15 @@ class Records:
     def __init__(self, limit: int = MAX_RECORDS):
         self._limit = limit
         self._records: dict[str, RequestRecord] = {}
+        self._ranked: deque[str] = deque()
 
     def add(self, request: ClientRequest, finish_reason: str, error: str) -> None:
         if len(self._records) >= self._limit:
             del self._records[next(iter(self._records))]
         self._records[request.request_id] = record_of(request, finish_reason=finish_reason, error=error)
+        self._ranked.append(request.request_id)
+        if len(self._ranked) > MAX_RANKED and (old := self._records.get(self._ranked.popleft())) is not None:
+            self._records[old.request_id] = without_rankings(old)
 
     def get(self, request_id: str) -> RequestRecord | None:
         return self._records.get(request_id)

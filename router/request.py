@@ -185,7 +185,7 @@ class RoutedRequest:
         self.watch = watch
         asks = self.sampling.logprobs is not None or self.sampling.prompt_logprobs is not None
         self.plain_end = 0 if watch is not None or asks else self.sampling.max_tokens - 1
-        """A token below this index that is the next one, and does not say that it is the last, is only to be passed on."""
+        """A token below this index that is the next one and does not say that it is the last is only passed on."""
         self.state = State.PARKED
         self.attempt = 0
         self.tokens: list[int] = []

@@ -14,6 +14,7 @@ Nothing blocks: a peer that does not read is dropped (clients) or counts as lost
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import secrets
@@ -224,6 +225,9 @@ class RouterServer:
             self._close()
 
     async def _serve(self) -> None:
+        # What is there by now stays: models' libraries make a million objects, and whenever the collector looked
+        # through them, all streams would stand still for a third of a second.
+        gc.freeze()
         for socket in (self._back.socket, self._front.socket):
             self._loop.add_reader(socket.fd, self._wake)
         self._loop.add_reader(self._front.socket.lost_fd, self._on_lost_client)
@@ -325,6 +329,7 @@ class RouterServer:
             log.exception("open requests could not be told that the router stops")
 
     def _close(self) -> None:
+        gc.unfreeze()
         with self._changed:
             self._running = False
             self._changed.notify_all()

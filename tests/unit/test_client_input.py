@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from baton.codec import Codec
 from baton.errors import InvalidRequestError
-from baton.protocol import MAX_TEXT, Generate
+from baton.protocol import MAX_TEXT, ChatMessage, Generate, ToolCall
 from baton.sampling_params import StructuredOutput
 from router.completion import build_generate
 
@@ -35,7 +36,11 @@ def user(content: str, role: str = "user") -> dict[str, str]:
         ([1, user("x")], "prompt"),
         ([user("x"), 1], "prompt"),
         ([{"role": "user"}], "prompt"),
-        ([{"role": "user", "content": "x", "name": "y"}], "prompt"),
+        ([{"role": "user", "content": "x", "colour": "red"}], "prompt"),
+        ([{"role": "user", "content": ["x"]}], "prompt"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}], "prompt"),
+        ([{"role": "assistant", "tool_calls": [{"id": 1, "function": {"name": "f", "arguments": ""}}]}], "prompt"),
+        ([{"role": "tool", "content": "x", "tool_call_id": ""}], "prompt"),
         ([user("x", role="")], "prompt"),
         ([user("x", role="r" * 201)], "prompt"),
         ([user(HALF_A_PAIR)], "prompt"),
@@ -44,13 +49,29 @@ def user(content: str, role: str = "user") -> dict[str, str]:
         (HALF_A_PAIR, "prompt"),
         ("x" * (MAX_TEXT + 1), "prompt"),
     ],
-    ids=range(19),
+    ids=range(23),
 )
 def test_prompts(prompt: Any, field: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         build_generate("1", prompt)
     assert caught.value.field == field
     assert len(str(caught.value)) < 300
+
+
+def test_a_conversation_with_tools() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
+    prompt = [user("x"), {"role": "assistant", "content": None, "tool_calls": [call]}]
+    prompt.append({"role": "tool", "content": "a wall", "tool_call_id": "c1", "name": "look"})
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    made = build_generate("1", prompt, tools=tools, template_options={"deep": True}, session="s", continue_final=False)
+    assert made.messages == (
+        ChatMessage("user", "x"),
+        ChatMessage("assistant", "", (ToolCall("c1", "look", '{"at": 1}'),)),
+        ChatMessage("tool", "a wall", tool_call_id="c1", name="look"),
+    )
+    assert json.loads(made.tools) == tools
+    assert (json.loads(made.template_options), made.session) == ({"deep": True}, "s")
+    assert build_generate("1", prompt, tools=[]).tools == ""
 
 
 @pytest.mark.parametrize(
