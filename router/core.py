@@ -15,7 +15,6 @@ What holds, whatever comes (`check_integrity` and the property tests watch it):
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -36,7 +35,6 @@ from baton.protocol import (
     Leaving,
     Peers,
     PrefixNews,
-    RequestKey,
     Status,
     Tokens,
     ToRouterFromWorker,
@@ -46,6 +44,7 @@ from baton.sampling_params import SamplingParams
 from baton.timeline import Mark
 from router.actions import ClientId, RequestFailed, SendWorker
 from router.admission import check_prompt_logprobs, check_request, check_sampling
+from router.attempts import AttemptEvents
 from router.ledger import LedgerQuestions
 from router.lifecycle import Actions, Lifecycle
 from router.membership import Membership
@@ -54,9 +53,6 @@ from router.prefix_index import PromptHashes
 from router.records import MAX_RECORDS, RequestRecord, record_of
 from router.request import ClientRequest, RoutedRequest, State, TokenWatch
 from router.view import ClusterView, WorkerView
-
-HANDOFF_CODES = frozenset(("transfer", "peer_lost"))
-"""Of attempts that failed on the way from prefill to decode."""
 
 
 class RouterCore:
@@ -72,21 +68,18 @@ class RouterCore:
         self.incarnation = router_incarnation
         self.url = ""
         """Where HTTP is served; for `status`."""
-        self.handoffs: Counter[str] = Counter(done=0, refused=0, failed=0)
-        """Hand-overs by what became of them; one that was refused may have gone to another worker."""
-        self.num_handoff_blocks = 0
         self.stopping = False
         """Its driver is about to end: whoever asks is told to go elsewhere (`on_stopping`)."""
         self.num_refused = 0
         """Requests that were not let in, those displaced from the queue included."""
-        self.num_timeouts = 0
-        """Requests whose time was over before they ended."""
         self._num_arrived = 0
         self._policy = PlacementPolicy(config)
         self._clock = clock
         self._membership = Membership(fingerprint)
         self._life = Lifecycle(config, self.view, self._policy)
         self._book = self._life.book
+        self.attempts = AttemptEvents(config, self._life)
+        """What workers told of attempts, and what was counted of it."""
         self._timeout_s = config.liveness.timeout_s
         self._questions = LedgerQuestions(config.name, self.view, self._book, self._timeout_s)
         self._beat_at = math.inf
@@ -369,19 +362,19 @@ class RouterCore:
             self._life.broadcast_peers(out)
             self._life.place_parked(now, out)
             self._book.freed = True
-        if type(message) is Tokens:
-            self._on_tokens(worker, message, now, out)
-        elif type(message) is Heartbeat:
+        if type(message) is Tokens or type(message) is Heartbeat:
             if message.load is not None:
                 worker.load = message.load
             if message.prefixes is not None:
                 self._on_prefixes(worker, message.prefixes, out)
+        if type(message) is Tokens:
+            self.attempts.on_tokens(worker, message, now, out)
         elif type(message) is AttemptFailed:
-            self._on_attempt_failed(worker, message, now, out)
+            self.attempts.on_attempt_failed(worker, message, now, out)
         elif type(message) is HandoffRefused:
-            self._on_handoff_refused(worker, message, now, out)
+            self.attempts.on_handoff_refused(worker, message, now, out)
         elif type(message) is HandoffDone:
-            self._on_handoff_done(worker, message, now, out)
+            self.attempts.on_handoff_done(worker, message, now, out)
         elif type(message) is LedgerReport:
             self._questions.on_report(worker, message, now, out)
         elif type(message) is Leaving:
@@ -389,70 +382,6 @@ class RouterCore:
             self._life.send(worker, message, out)
             self._life.review_queue(now, out)
         return self._after(out, now)
-
-    def _on_tokens(self, worker: WorkerView, message: Tokens, now: float, out: Actions) -> None:
-        if message.load is not None:
-            worker.load = message.load
-        if message.prefixes is not None:
-            self._on_prefixes(worker, message.prefixes, out)
-        requests, life = self._book.by_id, self._life
-        for request_id, attempt, sample, marks, cached_tokens in message.marks:
-            request = requests.get((request_id, sample))
-            if request is not None and request.attempt == attempt:
-                request.timeline.merge(marks)
-                if worker is request.prefill:
-                    request.cached_tokens = cached_tokens
-        logprobs = {entry[:4]: entry for entry in message.logprobs} if message.logprobs else {}
-        touched: list[RoutedRequest] = []
-        for request_id, attempt, sample, index, token, finish in message.tokens:
-            request = requests.get((request_id, sample))
-            if request is None or request.attempt != attempt:
-                life.abort(worker, RequestKey(request_id, attempt, sample), out)
-                continue
-            if worker is request.decode:
-                if not request.decode_spoke:
-                    request.decode_spoke = True
-                    self._book.arrived(request)
-                    life.dispatch.breakers.on_success(worker.worker_id, now)
-            elif worker is not request.prefill:
-                life.abort(worker, request.key, out)
-                continue
-            if request.prefill_charge and worker is request.prefill and index == request.first:
-                self._book.release_prefill(request)
-                if worker is not request.decode:
-                    life.dispatch.breakers.on_success(worker.worker_id, now)
-            if not request.touched:
-                request.touched = True
-                touched.append(request)
-            if (
-                index == len(request.tokens)
-                and index < request.plain_end
-                and finish is None
-                and not (request.finish or request.held or request.failed)
-            ):  # nearly every token there is; `take` would do the same
-                request.tokens.append(token)
-                request.fresh.append(token)
-            elif logprobs:
-                request.take(index, token, finish, logprobs.get((request_id, attempt, sample, index)))
-            else:
-                request.take(index, token, finish)
-        for request in touched:
-            request.touched = False
-            if request.state is State.ENDED:
-                continue  # with another sample of its request, a moment ago
-            if request.fresh:
-                life.deliver(request, out)
-            if request.finish is not None:
-                if request.state is State.RUNNING:
-                    life.finish(request, now, out)
-            elif request.failed:
-                life.dispatch.breakers.on_failure(worker.worker_id, now)
-                life.retry(request, f"{worker.worker_id} gave it up", now, out)
-            elif request.held:
-                if request.id not in self._book.timers:
-                    self._book.set_timer(request, now + self._timeout_s)
-            elif self._book.timers:
-                self._book.clear_timer(request)
 
     def _on_prefixes(self, worker: WorkerView, news: PrefixNews, out: Actions) -> None:
         if self._policy.uses_prefixes and not self.view.prefixes.take(worker.prefixes, news):
@@ -462,67 +391,6 @@ class RouterCore:
         """Have it tell what it has cached, where that matters."""
         if self._policy.uses_prefixes:
             self._life.send(worker, AskPrefixes(), out)
-
-    def _on_attempt_failed(self, worker: WorkerView, message: AttemptFailed, now: float, out: Actions) -> None:
-        request = self._current(worker, message.key)
-        if request is None or request.finish is not None:
-            return
-        if worker is not request.decode and not request.needs_prefill:
-            return  # decode has all it needs: what prefill lost is only the acknowledgement
-        reason = f"{worker.worker_id}: {message.message} ({message.code})"
-        if message.code == "refused":
-            self._life.abort_attempt(request, out, reporter=worker)
-            self._life.fail(request, "request_failed", f"the request cannot run on {reason}", now, out)
-            return
-        if message.code == "timeout":  # its clock may be a moment ahead of ours
-            self._time_is_over(request, now, out, reporter=worker)
-            return
-        if message.code in HANDOFF_CODES:
-            self.handoffs["failed"] += 1
-        peer = request.decode if worker is request.prefill else request.prefill
-        suspect = peer if message.code == "peer_lost" and peer is not worker else None
-        breakers = self._life.dispatch.breakers
-        if suspect is None:
-            breakers.on_failure(worker.worker_id, now)
-        if message.code in HANDOFF_CODES and peer is not None and peer is not worker:
-            breakers.on_failure(peer.worker_id, now)
-        self._life.retry(request, reason, now, out, reporter=worker, suspect=suspect)
-
-    def _on_handoff_refused(self, worker: WorkerView, message: HandoffRefused, now: float, out: Actions) -> None:
-        request = self._current(worker, message.key)
-        if request is None or worker is not request.prefill or request.decode is None or request.finish is not None:
-            return
-        if message.decode != request.decode.worker_id or request.decode is worker or request.decode_spoke:
-            return  # about an offer that was replaced already
-        self.handoffs["refused"] += 1
-        request.refused.add(message.decode)
-        placement = self._life.dispatch.find_decode(request, worker, now)
-        if placement is not None:
-            self._life.replace(request, placement, out)
-            return
-        self._life.abort_attempt(request, out)
-        refused = ", ".join(sorted(request.refused))
-        text = f"no decode worker takes the request; {refused} refused it, the last because: {message.reason}"
-        self._life.fail(request, "overloaded", text, now, out)
-
-    def _on_handoff_done(self, worker: WorkerView, message: HandoffDone, now: float, out: Actions) -> None:
-        request = self._current(worker, message.key)
-        if request is None or worker is not request.prefill or request.handed:
-            return
-        request.handed = True
-        self.handoffs["done"] += 1
-        self.num_handoff_blocks += message.blocks
-        request.kv_bytes += message.bytes
-        request.timeline.merge(message.marks)
-        if request.state is State.SETTLING:
-            self._life.end(request, now, out)
-
-    def _current(self, worker: WorkerView, key: RequestKey) -> RoutedRequest | None:
-        """The request whose current attempt `key` is, if `worker` takes part in it."""
-        request = self._book.by_id.get((key.request_id, key.sample))
-        if request is None or request.attempt != key.attempt:
-            return None
-        return request if worker is request.prefill or worker is request.decode else None
 
     # --- events: time -----------------------------------------------------------------------------
 
@@ -558,21 +426,8 @@ class RouterCore:
                 self._life.retry(request, gap, now, out)
         for request in self._book.late(now):
             if request.finish is None and request.state is not State.ENDED:
-                self._time_is_over(request, now, out)
+                self.attempts.time_is_over(request, now, out)
         return self._after(out, now)
-
-    def _time_is_over(
-        self, request: RoutedRequest, now: float, out: Actions, *, reporter: WorkerView | None = None
-    ) -> None:
-        self.num_timeouts += 1
-        own, limit = request.owner.timeout_s, self._config.router.request_timeout_s
-        name = "its timeout_s" if own is not None and own != limit else "router.request_timeout_s"
-        at = "in the router's queue"
-        if request.prefill is not None and request.decode is not None:
-            at = f"at {request.prefill.worker_id}, to be decoded at {request.decode.worker_id}"
-        self._life.abort_attempt(request, out, reporter=reporter)
-        text = f"the request took too long: not complete within {own or limit or 0:g} s ({name}), it was {at}"
-        self._life.fail(request, "request_failed", text, now, out)
 
     def _expect(self, worker: WorkerView, now: float) -> None:
         """From now on `worker` gets heartbeats, and its own are missed."""

@@ -262,7 +262,9 @@ class Metrics(Collector):
         yield self._by("router_requests_refused", "Requests refused, by reason.", "code", self._refused)
         yield self._by("router_requests_failed", "Requests that were lost, by reason.", "code", self._failed)
         yield self._count("router_retries", "Further attempts after a failed one.", self._num_retries)
-        yield self._count("router_timeouts", "Requests whose time was over before they ended.", core.num_timeouts)
+        yield self._count(
+            "router_timeouts", "Requests whose time was over before they ended.", core.attempts.num_timeouts
+        )
         yield self._count("router_displaced", "Requests that left the queue for others.", core.num_displaced)
         yield self._count("router_breakers_opened", "Times a circuit breaker opened.", core.num_breakers_opened)
         placements = self._labelled(
@@ -274,8 +276,8 @@ class Metrics(Collector):
         for colocated in (False, True):
             placements.add_metric((self._model, *self._policies, str(colocated).lower()), self._placed[colocated])
         yield placements
-        yield self._by("handoffs", "Hand-overs of KV, by what became of them.", "outcome", self._core.handoffs)
-        yield self._count("handoff_blocks", "KV blocks handed over.", self._core.num_handoff_blocks)
+        yield self._by("handoffs", "Hand-overs of KV, by what became of them.", "outcome", self._core.attempts.handoffs)
+        yield self._count("handoff_blocks", "KV blocks handed over.", self._core.attempts.num_handoff_blocks)
         yield self._count("handoff_bytes", "Bytes handed over, of requests that ended.", self._kv_bytes)
         yield self._count("handoffs_replaced", "Hand-overs offered to another worker.", self._num_replaced)
         pools = GaugeMetricFamily(

@@ -422,14 +422,14 @@ def _arguments(text: str) -> Any:
     """Templates print a call's arguments as JSON, so they want the value; what is no JSON stays the model's words."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
 def _json(text: str, field: str, kind: type) -> Any:
     try:
         value = json.loads(text)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise InvalidRequestError(f"{field} is not JSON: {e}", field=field) from None
     if not isinstance(value, kind):
         raise InvalidRequestError(f"{field} must be a JSON {kind.__name__}", field=field)

@@ -162,11 +162,11 @@ class Rig:
 
     def _time_out(self) -> float:
         """A request that has as long as it takes to be where it shall."""
-        known, num_timeouts = self._known(), self._in_router(lambda core: core.num_timeouts)
+        known, num_timeouts = self._known(), self._in_router(lambda core: core.attempts.num_timeouts)
         prompt, max_tokens = self._wanted()
         within_s = 0.15 if self.state != "hand-over" else 0.6
         began = time.monotonic()
         self._helper.stream(prompt, max_tokens=max_tokens, timeout_s=within_s)
-        wait_until(lambda: self._in_router(lambda core: core.num_timeouts) > num_timeouts, "its time is over")
+        wait_until(lambda: self._in_router(lambda core: core.attempts.num_timeouts) > num_timeouts, "its time is over")
         wait_until(lambda: not self._left() - known, f"nothing is left of it ({self.state})")
         return time.monotonic() - began - within_s

@@ -158,7 +158,7 @@ class ChunkChoice(msgspec.Struct, frozen=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
+class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int

@@ -16,8 +16,8 @@ from baton.sampling_params import StructuredOutput
 from router.http.answers import (
     AssistantMessage,
     ChatChoice,
-    ChatChunk,
     ChatCompletion,
+    ChatCompletionChunk,
     ChatFinish,
     ChatLogprobs,
     ChunkChoice,
@@ -32,7 +32,7 @@ from router.http.conversation import conversation_of, tools_json
 from router.http.errors import from_exception, invalid
 from router.http.exchange import Exchange
 from router.http.parameters import CHAT_NAMES, structured_of
-from router.http.schema import ChatBody, NamedToolChoice
+from router.http.schema import ChatCompletionRequest, NamedToolChoice
 from router.http.serving import Answer, Piece, Prompt, Service
 from router.tool_calls import (
     CallArguments,
@@ -57,10 +57,10 @@ class _Choice:
         self.num_tokens = 0
 
 
-class ChatAnswer(Answer[ChatBody]):
+class ChatAnswer(Answer[ChatCompletionRequest]):
     prefix = "chatcmpl-"
 
-    def __init__(self, service: Service, exchange: Exchange, body: ChatBody):
+    def __init__(self, service: Service, exchange: Exchange, body: ChatCompletionRequest):
         super().__init__(service, exchange, body, CHAT_NAMES)
         exchange.call.operation = "chat"
         self._writer = self.logprobs_writer(body.top_logprobs or 0)
@@ -72,22 +72,26 @@ class ChatAnswer(Answer[ChatBody]):
         self.names["logprobs"] = "top_logprobs"
 
     async def begin(self) -> None:
-        body, text = self.body, self.service.desk.text
+        body = self.body
         if body.top_logprobs and not body.logprobs:
             raise invalid("top_logprobs can only be set together with logprobs: true", "top_logprobs")
-        structured, self.names["structured"] = structured_of(body)
-        tools = tools_json(body) if body.tool_choice != "none" else ""
-        structured = self._call_tools(tools, structured)
-        source = conversation_of(body, text.chat_template, tools)
-        size = len(tools) + sum(len(message.content) for message in source.messages or ())
-        encode = self.service.desk.translator.encode
-        self.prompts = [await self.service.tokenize(size, lambda: Prompt(encode(source)), self.names)]
+        prompt, structured = await self.service.tokenize(self.exchange.body_size, self._read_body, self.names)
+        self.prompts = [prompt]
         await self.start_requests(
             max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
             structured=structured,
         )
+
+    def _read_body(self) -> tuple[Prompt, StructuredOutput | None]:
+        """The prompt, and the form of the answer; the choices are made."""
+        body, desk = self.body, self.service.desk
+        structured, self.names["structured"] = structured_of(body)
+        tools = tools_json(body) if body.tool_choice != "none" else ""
+        structured = self._call_tools(tools, structured)
+        source = conversation_of(body, desk.text.chat_template, tools)
+        return Prompt(desk.translator.encode(source)), structured
 
     def _call_tools(self, tools: str, structured: StructuredOutput | None) -> StructuredOutput | None:
         """Make the choices, each with what finds tool calls in it; returns the form of the answer."""
@@ -119,7 +123,7 @@ class ChatAnswer(Answer[ChatBody]):
 
     # --- a stream -------------------------------------------------------------------------------------
 
-    def chunks(self, pieces: dict[int, Piece], *, ended: bool) -> Iterator[ChatChunk]:
+    def chunks(self, pieces: dict[int, Piece], *, ended: bool) -> Iterator[ChatCompletionChunk]:
         body = self.body
         for index, piece in pieces.items():
             choice = self._choices[index]
@@ -146,7 +150,7 @@ class ChatAnswer(Answer[ChatBody]):
             if first and choice.parser is None and not self._wants_tokens and not self.tells_usage_always:
                 self.frame(index, partial(self._text_chunk, index))
 
-    def _text_chunk(self, index: int, text: str) -> ChatChunk:
+    def _text_chunk(self, index: int, text: str) -> ChatCompletionChunk:
         choice = ChunkChoice(index, MessageDelta(content=text), None, None)
         return self._chunk(choice, usage=self.usage_in_chunk(index, 0))
 
@@ -155,8 +159,8 @@ class ChatAnswer(Answer[ChatBody]):
         *choices: ChunkChoice,
         usage: Usage | UnsetType | None,
         prompt_token_ids: list[int] | UnsetType = UNSET,
-    ) -> ChatChunk:
-        return ChatChunk(
+    ) -> ChatCompletionChunk:
+        return ChatCompletionChunk(
             id=self.id,
             created=self.created,
             model=self.model,
@@ -166,7 +170,7 @@ class ChatAnswer(Answer[ChatBody]):
             prompt_token_ids=prompt_token_ids,
         )
 
-    def usage_chunk(self) -> ChatChunk:
+    def usage_chunk(self) -> ChatCompletionChunk:
         return self._chunk(usage=self.usage())
 
     def _read(self, choice: _Choice, piece: Piece) -> tuple[str, list[ToolCallDelta]]:

@@ -15,10 +15,11 @@ from baton.sampling_params import SamplingParams, TokenLogprobs
 from router.http.answers import Completion, CompletionChoice, CompletionLogprobs, Usage
 from router.http.errors import invalid
 from router.http.exchange import Exchange
-from router.http.logprobs import Place
+from router.http.logprobs import Place, join
 from router.http.parameters import COMPLETION_NAMES, structured_of
-from router.http.schema import MAX_PROMPTS, CompletionBody
+from router.http.schema import MAX_PROMPTS, CompletionRequest
 from router.http.serving import Answer, Piece, Prompt, Service
+from router.text import LONG_TEXT
 
 
 class _Choice:
@@ -33,10 +34,10 @@ class _Choice:
         """Of the next token."""
 
 
-class CompletionAnswer(Answer[CompletionBody]):
+class CompletionAnswer(Answer[CompletionRequest]):
     prefix = "cmpl-"
 
-    def __init__(self, service: Service, exchange: Exchange, body: CompletionBody):
+    def __init__(self, service: Service, exchange: Exchange, body: CompletionRequest):
         super().__init__(service, exchange, body, COMPLETION_NAMES)
         self._echo = body.echo or False
         self._only_prompt = self._echo and body.max_tokens == 0
@@ -80,7 +81,10 @@ class CompletionAnswer(Answer[CompletionBody]):
             prompts = [prompt] if prompt and type(prompt[0]) is int else prompt  # type: ignore[list-item]
         if not 0 < len(prompts) <= MAX_PROMPTS:
             raise invalid(f"prompt must be 1 to {MAX_PROMPTS} prompts; it is {len(prompts)}", "prompt")
-        size = sum(len(item) for item in prompts if not isinstance(item, int))
+        longest = max((len(item) for item in prompts if isinstance(item, list)), default=0)
+        if longest > LONG_TEXT:  # it may be too many to look at each
+            self.service.room_for(longest, self.names)
+        size = self.exchange.body_size
         return await self.service.tokenize(size, lambda: [self._read(item) for item in prompts], self.names)
 
     def _read(self, item: str | int | list[int]) -> Prompt:
@@ -181,14 +185,15 @@ class CompletionAnswer(Answer[CompletionBody]):
     def _logprobs(
         self, index: int, ids: list[int], piece: Piece, choice: _Choice, *, with_prompt: bool
     ) -> CompletionLogprobs | None:
-        entries: list[TokenLogprobs | None] = [] if self._only_prompt else piece.logprobs
+        parts = []
         if with_prompt and self._echo:
-            prompt = self.prompts[index // self.n].token_ids
-            about_prompt = self._prompt_logprobs.get(index // self.n) or [None] * len(prompt)
-            ids, entries = [*prompt, *ids], [*about_prompt, *entries]
-        if not ids:
-            return None
-        return self._writer.completion(ids, entries, choice.place)
+            prompt = self.prompts[index // self.n]
+            entries = self._prompt_logprobs.get(index // self.n) or [None] * len(prompt.token_ids)
+            parts.append(self._writer.completion(prompt.token_ids, entries, choice.place, prompt.text))
+            choice.place.end_text()
+        if ids:
+            parts.append(self._writer.completion(ids, piece.logprobs, choice.place))
+        return join(parts) if parts else None
 
     def _about_prompt(self, prompt: int) -> list[dict[str, object] | None]:
         return self.logprobs_writer(self.body.prompt_logprobs or 0).prompt(self._prompt_logprobs.get(prompt, ()))

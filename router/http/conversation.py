@@ -12,7 +12,7 @@ import msgspec
 from baton.protocol import ChatMessage, Generate, ToolCall
 from baton.sampling_params import SamplingParams
 from router.http.errors import ApiError, invalid
-from router.http.schema import ChatBody, ContentPart, Message
+from router.http.schema import ChatCompletionRequest, ContentPart, Message
 
 OWN_VARIABLES = frozenset(
     {
@@ -37,7 +37,7 @@ OWN_VARIABLES = frozenset(
 """What `chat_template_kwargs` cannot set: arguments of the tokenizer, and what other fields say."""
 
 
-def conversation_of(body: ChatBody, chat_template: str, tools: str) -> Generate:
+def conversation_of(body: ChatCompletionRequest, chat_template: str, tools: str) -> Generate:
     """A message with all that says what the prompt is, and nothing else. Raises ApiError.
 
     `tools`: their JSON; empty: the model is shown none.
@@ -64,12 +64,12 @@ def conversation_of(body: ChatBody, chat_template: str, tools: str) -> Generate:
     )
 
 
-def tools_json(body: ChatBody) -> str:
+def tools_json(body: ChatCompletionRequest) -> str:
     """As templates expect them: type, and name, description and parameters of the function; empty: no tools."""
     return msgspec.json.encode(body.tools).decode() if body.tools else ""
 
 
-def _variables(body: ChatBody) -> str:
+def _variables(body: ChatCompletionRequest) -> str:
     variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
     for name in variables:
         if name in OWN_VARIABLES:

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton.protocol import Delta
 from router.http.call import Gone, TooSlow
-from router.http.errors import ApiError, from_decoding
+from router.http.errors import ApiError, from_decoding, too_deep
 from router.http.exchange import Exchange
 from router.http.parameters import refuse_unsupported
 from router.http.schema import Body
@@ -114,6 +114,8 @@ class Endpoint(Generic[B]):
 def _told(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, RecursionError):
+        return too_deep()
     if isinstance(error, TooSlow):
         return ApiError(408, "the answer was not read fast enough, so the rest of it was given up", code="too_slow")
     log.error("a request could not be served", exc_info=error)

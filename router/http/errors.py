@@ -81,6 +81,11 @@ def invalid(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param=param)
 
 
+def too_deep() -> ApiError:
+    """What JSON nests deeper than anything here follows it."""
+    return invalid("the body is nested too deeply")
+
+
 def from_decoding(error: msgspec.DecodeError) -> ApiError:
     """A body that is no JSON, or not what was to be sent."""
     if not isinstance(error, msgspec.ValidationError):
@@ -167,10 +172,20 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     return ApiError(error.status_code, message, headers=error.headers).response()
 
 
+async def on_too_deep(request: Request, error: Exception) -> Response:
+    """Only what clients send nests as deep as they want."""
+    return too_deep().response()
+
+
 async def on_crash(request: Request, error: Exception) -> Response:
     """A bug of ours; the server logs it."""
     return ApiError(500, "the router failed to answer; its log says why", code="internal_error").response()
 
 
-HANDLERS = {ApiError: on_api_error, HTTPException: on_http_exception, Exception: on_crash}
+HANDLERS = {
+    ApiError: on_api_error,
+    HTTPException: on_http_exception,
+    RecursionError: on_too_deep,
+    Exception: on_crash,
+}
 """For `Starlette(exception_handlers=...)`."""

@@ -30,6 +30,8 @@ class Exchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, desk: Desk):
         self.received_at = time.monotonic()
+        self.body_size = 0
+        """Bytes, once it has come."""
         self.call = Call(desk)
         self.headers: dict[str, str] = {}
         """Of the answer, beside its type and length."""
@@ -61,7 +63,9 @@ class Exchange:
             if not message.get("more_body", False):
                 break
         self._watch = asyncio.get_running_loop().create_task(self._leave_with_client())
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        self.body_size = len(body)
+        return body
 
     async def _leave_with_client(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

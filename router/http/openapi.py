@@ -21,11 +21,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from baton.config import HttpConfig
-from router.http.answers import ChatChunk, ChatCompletion, Completion, Model, ModelList
+from router.http.answers import ChatCompletion, ChatCompletionChunk, Completion, Model, ModelList
 from router.http.errors import ErrorAnswer
 from router.http.guard import OPEN_PATHS
 from router.http.operations import VERSION
-from router.http.schema import Body, ChatBody, CompletionBody
+from router.http.schema import Body, ChatCompletionRequest, CompletionRequest
 from router.http.tokenization import DetokenizeBody, Detokenized, TokenizeBody, Tokenized
 from router.records import MAX_RECORDS
 
@@ -105,16 +105,16 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("/v1/chat/completions", "POST"): Operation(
         summary="An answer to a conversation",
         tag="openai",
-        body=ChatBody,
+        body=ChatCompletionRequest,
         example={"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 16},
         answer=ChatCompletion,
-        event=ChatChunk,
+        event=ChatCompletionChunk,
         errors=GENERATION_ERRORS,
     ),
     ("/v1/completions", "POST"): Operation(
         summary="How texts or token ids go on",
         tag="openai",
-        body=CompletionBody,
+        body=CompletionRequest,
         example={"prompt": "Once upon a time", "max_tokens": 16},
         answer=Completion,
         event=Completion,

@@ -94,7 +94,7 @@ def routes(config: ClusterConfig, desk: Desk, metrics: Metrics) -> list[Route]:
 
     async def requests(request: Request) -> Response:
         text = request.query_params.get("limit", "50")
-        if not text.isdecimal() or not 1 <= int(text) <= MAX_RECORDS:
+        if not text.isdecimal() or len(text) > len(str(MAX_RECORDS)) or not 1 <= int(text) <= MAX_RECORDS:
             raise ApiError(400, f"limit is {text!r}, it must be a number from 1 to {MAX_RECORDS}", param="limit")
         records, now = core.recent(int(text)), time.monotonic()
         # Many of them take tens of milliseconds, in which the loop has others to serve. Records do not change.

@@ -136,7 +136,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     watermarking: Any = None
 
 
-class CompletionBody(Body, frozen=True, kw_only=True):
+class CompletionRequest(Body, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
     prompt: Text | Annotated[list[PromptItem], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
@@ -216,7 +216,7 @@ class NamedToolChoice(msgspec.Struct, frozen=True):
     function: FunctionName
 
 
-class ChatBody(Body, frozen=True, kw_only=True):
+class ChatCompletionRequest(Body, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]

@@ -55,10 +55,14 @@ class Service:
         self.desk = desk
         self.models = Models(config, desk)
         self.names = TokenNames(desk.text)
+        self.max_requests = config.router.max_requests
         self._tokenizing = ThreadPoolExecutor(2, "baton-tokenizing")
 
     async def tokenize(self, size: int, function: Callable[[], T], names: Mapping[str, str]) -> T:
-        """What `function` returns, which reads a text of `size` characters. Raises ApiError."""
+        """What `function` returns, which reads `size` bytes or characters of what a client sent. Raises ApiError.
+
+        Of many it is asked in another thread, so it must not look at what changes in the router's.
+        """
         try:
             if size <= LONG_TEXT:
                 return function()
@@ -198,6 +202,12 @@ class Answer(Generic[B]):
         Raises ApiError, or Gone.
         """
         body, text = self.body, self.service.desk.text
+        num, limit = len(self.prompts) * self.n, self.service.max_requests
+        if len(self.prompts) > 1 and num > limit:
+            raise invalid(
+                f"{len(self.prompts)} prompts with n {self.n} are {num} requests, and router.max_requests is {limit}",
+                "prompt",
+            )
         rooms = [
             self.service.room_for(len(prompt.token_ids), self.names) if max_tokens is None else max_tokens
             for prompt in self.prompts
@@ -308,4 +318,9 @@ class Answer(Generic[B]):
         return Usage(num_prompt, num_tokens, num_prompt + num_tokens)
 
     def logprobs_writer(self, num_top: int) -> LogprobsWriter:
-        return LogprobsWriter(self.service.names, num_top, as_ids=self.body.return_tokens_as_token_ids or False)
+        return LogprobsWriter(
+            self.service.names,
+            num_top,
+            as_ids=self.body.return_tokens_as_token_ids or False,
+            shows_special=self.body.skip_special_tokens is False,
+        )

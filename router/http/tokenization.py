@@ -18,7 +18,7 @@ from baton.sampling_params import MAX_PROMPT_TOKENS, TokenId
 from router.http.conversation import conversation_of, tools_json
 from router.http.errors import ApiError, from_decoding, invalid
 from router.http.parameters import CHAT_NAMES, COMPLETION_NAMES
-from router.http.schema import MAX_MESSAGES, MAX_TOOLS, ChatBody, Message, Text, Tool
+from router.http.schema import MAX_MESSAGES, MAX_TOOLS, ChatCompletionRequest, Message, Text, Tool
 from router.http.serving import Service
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -72,20 +72,21 @@ def routes(service: Service) -> list[Route]:
         service.models.known(body.model)
         if body.chat_template is not None:
             raise invalid("chat_template is not supported", "chat_template")
-        size, encode, names = _source(service, body)
+        encode, names = _source(service, body)
+        max_model_len = service.desk.core.max_model_len or None
 
         def answer() -> bytes:
             tokens = list(encode())
             return msgspec.json.encode(
                 Tokenized(
                     count=len(tokens),
-                    max_model_len=service.desk.core.max_model_len or None,
+                    max_model_len=max_model_len,
                     tokens=tokens,
                     token_strs=[service.names.of(token)[0] for token in tokens] if body.return_token_strs else UNSET,
                 )
             )
 
-        return _json(await service.tokenize(size, answer, names))
+        return _json(await service.tokenize(len(await request.body()), answer, names))
 
     async def detokenize(request: Request) -> Response:
         body = await _read(request, DetokenizeBody)
@@ -108,15 +109,15 @@ def routes(service: Service) -> list[Route]:
     ]
 
 
-def _source(service: Service, body: TokenizeBody) -> tuple[int, Callable[[], Iterable[int]], Mapping[str, str]]:
-    """How many characters there are, what makes tokens of them, and what the client calls Baton's fields."""
+def _source(service: Service, body: TokenizeBody) -> tuple[Callable[[], Iterable[int]], Mapping[str, str]]:
+    """What makes tokens of it, and what the client calls Baton's fields."""
     text, prompt = service.desk.text, body.prompt
     if (prompt is None) == (body.messages is None):
         raise invalid("set either prompt or messages", "prompt")
     if prompt is not None:
         add = body.add_special_tokens is not False
-        return len(prompt), lambda: text.encode(prompt, add_special_tokens=add), COMPLETION_NAMES
-    chat = ChatBody(
+        return lambda: text.encode(prompt, add_special_tokens=add), COMPLETION_NAMES
+    chat = ChatCompletionRequest(
         messages=body.messages or [],
         tools=body.tools,
         add_special_tokens=body.add_special_tokens,
@@ -125,8 +126,7 @@ def _source(service: Service, body: TokenizeBody) -> tuple[int, Callable[[], Ite
         chat_template_kwargs=body.chat_template_kwargs,
     )
     source = conversation_of(chat, text.chat_template, tools_json(chat))
-    size = len(source.tools) + sum(len(message.content) for message in source.messages or ())
-    return size, lambda: service.desk.translator.encode(source), CHAT_NAMES
+    return lambda: service.desk.translator.encode(source), CHAT_NAMES
 
 
 async def _read(request: Request, kind: type[B]) -> B:

@@ -104,10 +104,10 @@ def test_all_references_lead_somewhere(document: dict[str, Any]) -> None:
 
 def test_fields_have_their_words(document: dict[str, Any]) -> None:
     schemas = document["components"]["schemas"]
-    chat = schemas["ChatBody"]["properties"]
+    chat = schemas["ChatCompletionRequest"]["properties"]
     assert chat["logit_bias"]["description"] == "By token id.", "of a base class"
     assert "Before `max_tokens`" in chat["max_completion_tokens"]["description"]
-    assert schemas["ChatBody"]["description"] == "POST /v1/chat/completions."
+    assert schemas["ChatCompletionRequest"]["description"] == "POST /v1/chat/completions."
     assert not {"functions", "echo", "audio"} & chat.keys(), "what is refused is not offered"
     assert "reasoning_effort" in chat
     assert "structural_tag" not in schemas["StructuredOutputs"]["properties"]
@@ -167,8 +167,8 @@ def test_whatever_is_asked_is_answered_as_described(cluster: StubCluster, docume
     schemas = described["components"]["schemas"]
     for body, names in {
         # What both have is tried with one of them; what excludes something else would be all that is tried.
-        "ChatBody": schemas["CompletionBody"]["properties"].keys() - {"model", "stream", "logprobs"},
-        "CompletionBody": {"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"},
+        "ChatCompletionRequest": schemas["CompletionRequest"]["properties"].keys() - {"model", "stream", "logprobs"},
+        "CompletionRequest": {"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"},
         "TokenizeBody": {"messages", "tools", "continue_final_message", "chat_template_kwargs"},
     }.items():
         for name in names & schemas[body]["properties"].keys():
@@ -234,13 +234,13 @@ def narrowed(document: dict[str, Any]) -> dict[str, Any]:
         "top_k": numbers(-1, 5),
     }  # fmt: skip
     for name, own in {
-        "CompletionBody": {
+        "CompletionRequest": {
             **shared,
             "prompt": {"anyOf": [word, {"type": "array", "items": SMALL, "minItems": 1, "maxItems": 5}]},
             "logprobs": numbers(0, 5),
             "echo": {"type": "boolean"},
         },
-        "ChatBody": {
+        "ChatCompletionRequest": {
             **shared,
             "messages": {"type": "array", "items": turn, "minItems": 1, "maxItems": 3},
             "logprobs": {"type": "boolean"},

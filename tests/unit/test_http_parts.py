@@ -26,18 +26,18 @@ from router.http.parameters import (
     stop_of,
     structured_of,
 )
-from router.http.schema import ChatBody, CompletionBody
+from router.http.schema import ChatCompletionRequest, CompletionRequest
 from router.text import LONG_TEXT, TokenizerText
 from tests.fakes_router import LetterText
 
 
-def completion(**fields: Any) -> CompletionBody:
-    return msgspec.convert({"prompt": "x", **fields}, CompletionBody)
+def completion(**fields: Any) -> CompletionRequest:
+    return msgspec.convert({"prompt": "x", **fields}, CompletionRequest)
 
 
-def chat(*messages: dict[str, Any], **fields: Any) -> ChatBody:
+def chat(*messages: dict[str, Any], **fields: Any) -> ChatCompletionRequest:
     turns = messages or ({"role": "user", "content": "hi"},)
-    return msgspec.convert({"messages": list(turns), **fields}, ChatBody)
+    return msgspec.convert({"messages": list(turns), **fields}, ChatCompletionRequest)
 
 
 def sampling(body: Any, text: Any = None) -> Any:
@@ -73,7 +73,7 @@ def test_defaults_are_openais() -> None:
 
 
 def test_token_ids_come_as_keys_of_json() -> None:
-    body = msgspec.json.decode('{"prompt": "x", "logit_bias": {"12": -100}}', type=CompletionBody)
+    body = msgspec.json.decode('{"prompt": "x", "logit_bias": {"12": -100}}', type=CompletionRequest)
     assert body.logit_bias == {12: -100.0}
 
 
@@ -92,7 +92,7 @@ def test_stop_is_one_or_several() -> None:
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 def test_what_is_not_supported_is_refused_by_name_unless_it_asks_for_nothing(name: str) -> None:
-    kind: Any = chat if name in ChatBody.__struct_fields__ else completion
+    kind: Any = chat if name in ChatCompletionRequest.__struct_fields__ else completion
     for nothing in (None, *UNSUPPORTED[name]):
         refuse_unsupported(kind(**{name: nothing}))
     with pytest.raises(ApiError, match=f"^{name} is not supported") as caught:
@@ -257,7 +257,7 @@ def test_a_model_without_a_name_is_called_after_its_source(source: str, name: st
 )
 def test_a_body_that_cannot_be_read_names_its_field(body: str, param: str | None) -> None:
     with pytest.raises(msgspec.DecodeError) as caught:
-        msgspec.json.decode(body, type=CompletionBody)
+        msgspec.json.decode(body, type=CompletionRequest)
     error = from_decoding(caught.value)
     assert (error.status, error.detail.param) == (400, param)
     assert "$" not in error.detail.message

@@ -16,7 +16,7 @@ from router.http import serving
 from router.http.chat import ChatAnswer
 from router.http.completions import CompletionAnswer
 from router.http.endpoint import Endpoint
-from router.http.schema import ChatBody, CompletionBody
+from router.http.schema import ChatCompletionRequest, CompletionRequest
 from router.http.serving import Service
 from router.text import LONG_TEXT
 from router.translator import Translator
@@ -140,8 +140,8 @@ class Rig:
         desk: Any = self.desk
         service = Service(config_of(http__model_names=["m", "alias"]), desk)
         self._apps: dict[str, Endpoint[Any]] = {
-            "chat": Endpoint(service, ChatBody, ChatAnswer),
-            "completions": Endpoint(service, CompletionBody, CompletionAnswer),
+            "chat": Endpoint(service, ChatCompletionRequest, ChatAnswer),
+            "completions": Endpoint(service, CompletionRequest, CompletionAnswer),
         }
 
     def post(self, path: str, *, headers: dict[str, str] | None = None, **body: Any) -> Exchange:

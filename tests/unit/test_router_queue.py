@@ -290,7 +290,7 @@ def test_time_that_is_over_ends_a_request_in_the_queue() -> None:
         failed.message
         == "the request took too long: not complete within 3 s (its timeout_s), it was in the router's queue"
     )
-    assert (s.core.num_queued, s.core.num_timeouts) == (0, 1)
+    assert (s.core.num_queued, s.core.attempts.num_timeouts) == (0, 1)
 
 
 def test_time_that_is_over_ends_a_request_at_its_workers() -> None:
