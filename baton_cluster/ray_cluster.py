@@ -26,6 +26,7 @@ from baton_cluster.ray_session import RaySession
 from baton_cluster.specs import WorkerSpec, worker_specs
 from baton_cluster.supervisor import Supervisor
 from kv_transfer.registry import resolve_transport, shares_memory
+from router.http.server import check_address
 from router.http.tls import check_tls
 
 STOP_TIMEOUT_S = 10.0
@@ -78,6 +79,7 @@ class RayCluster(Cluster):
         self._stopping = False
         if config.ray.address is None:  # else the router may be on a node that has other files
             check_tls(config.http)
+            check_address(config)
         # Converted here, once, with a message; on other nodes each worker finds or converts its own.
         self._model_path = str(resolve_model(config.model.source, progress=progress))
         bundles = [bundle(config.pools[slot.spec.pool]) for slot in self._slots.values()]

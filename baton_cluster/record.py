@@ -114,7 +114,8 @@ def find_record(name: str | None = None) -> ClusterRecord:
         raise ClusterError("no cluster is up; start one with `baton up`")
     if len(living) > 1:
         names = ", ".join(r.name for r in living)
-        raise ClusterError(f"several clusters are up ({names}); name the one that you mean")
+        hint = "`--cluster NAME`, or `baton down NAME`"
+        raise ClusterError(f"several clusters are up ({names}); name the one that you mean ({hint})")
     return living[0]
 
 

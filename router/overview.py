@@ -90,7 +90,10 @@ def why_not_ready(core: RouterCore) -> str | None:
         )
         if not there
     ]
-    return f"no worker that can {' or '.join(missing)} takes requests" if missing else None
+    if not missing:
+        return None
+    away = [f"{w.worker_id} is {core.view.state_of(w)}" for w in core.view.workers.values() if w not in usable]
+    return f"no worker that can {' or '.join(missing)} takes requests" + (f" ({', '.join(away)})" if away else "")
 
 
 def _worker(worker: WorkerStatus) -> dict[str, Any]:

@@ -305,6 +305,9 @@ class RouterServer:
     def _publish_ready(self) -> None:
         num_ready = sum(1 for _ in self._core.view.ready())
         if num_ready != self._num_ready:
+            lost = sorted(w.worker_id for w in self._core.view.workers.values() if not w.ready)
+            level = logging.WARNING if num_ready < self._num_ready else logging.INFO
+            log.log(level, "%d workers are ready; lost: %s", num_ready, ", ".join(lost) or "none")
             with self._changed:
                 self._num_ready = num_ready
                 self._changed.notify_all()

@@ -6,8 +6,8 @@ preempted, retried or handed over replays them, in microseconds each. Must not k
 
 Once nothing can follow, only the model's end-of-text tokens are allowed, so the request ends there.
 
-The router checks a form before any worker hears of it (`check_structured`, which needs no tokenizer); the workers
-follow it. llguidance and the model's tokenizer are loaded when the first request with a form comes.
+The router checks a form before any worker hears of it (`check_structured`, which needs no tokenizer and asks another
+process); the workers follow it. llguidance and the tokenizer are loaded when the first request with a form comes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from baton.engine.form_check import NO_OUTPUT, FormCheck
 from baton.errors import InvalidRequestError, ModelError
 from baton.protocol import RequestKey
 from baton.sampling_params import StructuredOutput
@@ -36,18 +37,22 @@ MAX_GRAMMARS = 64
 _loading = threading.Lock()
 
 
-@lru_cache(maxsize=MAX_GRAMMARS)
 def check_structured(structured: StructuredOutput) -> None:
     """Raises InvalidRequestError, saying what is wrong, for a form that no worker could follow.
 
-    It takes up to a millisecond per KiB, so forms that are right are remembered: all prompts of a request have one.
+    It may take seconds (`baton.engine.form_check`), and no time where the form was among the last ones.
     """
-    from llguidance import LLMatcher
+    if problem := _problem_of(structured):
+        raise _invalid(structured.kind, problem)
 
-    grammar = grammar_of(structured)
-    wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar)
-    if wrong:
-        raise _invalid(structured.kind, "; ".join(messages))
+
+_form_check = FormCheck()
+
+
+@lru_cache(maxsize=MAX_GRAMMARS)
+def _problem_of(structured: StructuredOutput) -> str:
+    """All prompts of a request have the same form, and so do an application's requests."""
+    return _form_check.problem_of(grammar_of(structured))
 
 
 def grammar_of(structured: StructuredOutput) -> str:
@@ -85,7 +90,7 @@ def _invalid(kind: str, problem: str) -> InvalidRequestError:
 def _error_of(matcher: Any) -> str:
     """What the client can do something about: llguidance appends the state of its parser."""
     error = str(matcher.get_error()).split("\n<", 1)[0]
-    return "no output can have this form" if error == "NoExtensionBias" else error
+    return NO_OUTPUT if error == "NoExtensionBias" else error
 
 
 @lru_cache(maxsize=4)

@@ -21,6 +21,9 @@ from router.http.schema import MAX_PROMPTS, CompletionRequest
 from router.http.serving import Answer, Piece, Prompt, Service
 from router.text import LONG_TEXT
 
+_PROMPT_SIZE = 16
+"""Reading an empty prompt takes as long as that of so many characters."""
+
 
 class _Choice:
     """What has been told of a choice."""
@@ -84,7 +87,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
         longest = max((len(item) for item in prompts if isinstance(item, list)), default=0)
         if longest > LONG_TEXT:  # it may be too many to look at each
             self.service.room_for(longest, self.names)
-        size = self.exchange.body_size
+        size = self.exchange.body_size + len(prompts) * _PROMPT_SIZE
         return await self.service.tokenize(size, lambda: [self._read(item) for item in prompts], self.names)
 
     def _read(self, item: str | int | list[int]) -> Prompt:

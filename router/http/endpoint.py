@@ -20,11 +20,11 @@ from starlette.types import Receive, Scope, Send
 
 from baton.protocol import Delta
 from router.http.call import Gone, TooSlow
-from router.http.errors import ApiError, from_decoding, too_deep
+from router.http.errors import ApiError, too_deep
 from router.http.exchange import Exchange
 from router.http.parameters import refuse_unsupported
 from router.http.schema import Body
-from router.http.serving import Answer, Piece, Service, encode, event
+from router.http.serving import Answer, Piece, Service, encode, event, read_json
 
 log = logging.getLogger("baton.router")
 
@@ -56,11 +56,7 @@ class Endpoint(Generic[B]):
             exchange.close()
 
     async def _serve(self, exchange: Exchange) -> None:
-        data = await exchange.body()
-        try:
-            body = self._decode(data)
-        except msgspec.DecodeError as e:
-            raise from_decoding(e) from e
+        body = read_json(self._decode, await exchange.body())
         refuse_unsupported(body)
         answer = self._answer(self._service, exchange, body)
         answer.check_streaming()

@@ -133,6 +133,8 @@ def from_baton(
             return ApiError(503, not_ready, code="not_ready", headers={"retry-after": "1"})
         after = 1 if retry_after_s is None else max(1, math.ceil(retry_after_s))
         return ApiError(429, message, code="overloaded", headers={"retry-after": str(after)})
+    if not_ready is not None:  # it was lost because the router stops, or its workers are gone
+        return ApiError(503, message, code=code, headers={"retry-after": "1"})
     return ApiError(500, message, code=code)
 
 

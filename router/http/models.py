@@ -31,10 +31,13 @@ class Models:
         self._created = int(time.time())
 
     def known(self, name: str | None) -> str:
-        """The name under which the model answers. Raises ApiError if it has no such name; None: the first."""
+        """The name under which the model answers: one of `names`, or the configuration's `model.source`.
+
+        Raises ApiError if it has no such name; None: the first.
+        """
         if name is None:
             return self.names[0]
-        if name in self.names:
+        if name in self.names or name == self._source:
             return name
         raise ApiError(
             404,

@@ -28,6 +28,14 @@ GRACE_S = 1
 """For answers to get to their end once all requests have ended; uvicorn counts whole seconds."""
 
 
+def check_address(config: ClusterConfig) -> None:
+    """Raises ClusterError for a port that cannot be had, before anything that takes long is started."""
+    if config.http.enabled:
+        server = HttpServer(config)
+        server.bind()
+        server.close()
+
+
 class HttpServer:
     """`bind` before `start`; `close` instead of both undoes `bind`."""
 

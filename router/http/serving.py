@@ -6,6 +6,7 @@ Must not know either's fields or shapes (`completions.py`, `chat.py`), or how an
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 import secrets
 import time
@@ -17,13 +18,14 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from baton.config import ClusterConfig
+from baton.engine.structured import check_structured
 from baton.errors import BatonError, OverloadedError
 from baton.protocol import Delta, Done, Failed, FinishReason, Generate, ToClient
 from baton.protocol import Usage as BatonUsage
 from baton.sampling_params import StructuredOutput, TokenLogprobs
 from router.desk import Desk
 from router.http.answers import PromptTokensDetails, Usage
-from router.http.errors import TOO_LONG, ApiError, from_baton, from_exception, from_failed, invalid
+from router.http.errors import TOO_LONG, ApiError, from_baton, from_decoding, from_exception, from_failed, invalid
 from router.http.exchange import Exchange
 from router.http.logprobs import LogprobsWriter, TokenNames
 from router.http.models import Models
@@ -48,6 +50,20 @@ def event(data: msgspec.Struct) -> bytes:
     return b"data: " + encode(data) + b"\n\n"
 
 
+def read_json(decode: Callable[[bytes], T], data: bytes) -> T:
+    """Raises ApiError for what is no JSON, or not what is expected."""
+    # None of what is made is garbage yet; to look for some takes several times as long as all else.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return decode(data)
+    except msgspec.DecodeError as e:
+        raise from_decoding(e) from e
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class Service:
     """What all requests of one router share."""
 
@@ -57,6 +73,7 @@ class Service:
         self.names = TokenNames(desk.text)
         self.max_requests = config.router.max_requests
         self._tokenizing = ThreadPoolExecutor(2, "baton-tokenizing")
+        self._checking = ThreadPoolExecutor(1, "baton-forms")
 
     async def tokenize(self, size: int, function: Callable[[], T], names: Mapping[str, str]) -> T:
         """What `function` returns, which reads `size` bytes or characters of what a client sent. Raises ApiError.
@@ -67,6 +84,13 @@ class Service:
             if size <= LONG_TEXT:
                 return function()
             return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
+        except BatonError as e:
+            raise from_exception(e, names) from e
+
+    async def check_form(self, form: StructuredOutput, names: Mapping[str, str]) -> None:
+        """Raises ApiError for one that cannot be followed. Whoever asks again soon is answered at once."""
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._checking, check_structured, form)
         except BatonError as e:
             raise from_exception(e, names) from e
 
@@ -233,6 +257,8 @@ class Answer(Generic[B]):
             skip_special_tokens=body.skip_special_tokens is not False,
             session=(self.exchange.header(b"x-session-id") or body.session_id or body.user or "")[:1024],
         )
+        if structured is not None:
+            await self.service.check_form(structured, self.names)
         client_id = self._client_id()
         self.exchange.headers["x-request-id"] = client_id or self.request_id
         self.exchange.headers["x-baton-request-id"] = self.request_id
@@ -278,8 +304,8 @@ class Answer(Generic[B]):
                         piece.texts.append(message.text)
                     piece.finish = message.finish_reason
             elif type(message) is Failed:
-                overloaded = message.code == OverloadedError.code
-                return from_failed(message, self.names, self.service.not_ready() if overloaded else None)
+                elsewhere = message.code == OverloadedError.code or self.service.desk.core.stopping
+                return from_failed(message, self.names, self.service.not_ready() if elsewhere else None)
         return None
 
     def frame(self, index: int, chunk_of: Callable[[str], msgspec.Struct]) -> None:

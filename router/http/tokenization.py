@@ -16,10 +16,10 @@ from starlette.routing import Route
 
 from baton.sampling_params import MAX_PROMPT_TOKENS, TokenId
 from router.http.conversation import conversation_of, tools_json
-from router.http.errors import ApiError, from_decoding, invalid
+from router.http.errors import ApiError, invalid
 from router.http.parameters import CHAT_NAMES, COMPLETION_NAMES
 from router.http.schema import MAX_MESSAGES, MAX_TOOLS, ChatCompletionRequest, Message, Text, Tool
-from router.http.serving import Service
+from router.http.serving import Service, read_json
 
 B = TypeVar("B", bound=msgspec.Struct)
 
@@ -131,9 +131,7 @@ def _source(service: Service, body: TokenizeBody) -> tuple[Callable[[], Iterable
 
 async def _read(request: Request, kind: type[B]) -> B:
     try:
-        return msgspec.json.decode(await request.body(), type=kind)
-    except msgspec.DecodeError as e:
-        raise from_decoding(e) from e
+        return read_json(msgspec.json.Decoder(kind).decode, await request.body())
     except ClientDisconnect:
         raise ApiError(400, "the client left before its request had arrived") from None
 

@@ -81,7 +81,10 @@ def test_without_a_decode_worker_it_lives_and_is_not_ready() -> None:
         assert http.get("/health").status_code == 200
         assert http.get("/health").json() == {"status": "down", "pools": {"prefill": "ok", "decode": "empty"}}
         ready = http.get("/ready")
-        assert (ready.status_code, ready.json()["reason"]) == (503, "no worker that can decode takes requests")
+        assert (ready.status_code, ready.json()["reason"]) == (
+            503,
+            "no worker that can decode takes requests (decode-0 is draining)",
+        )
         client.drain("decode-0", undo=True)
         assert http.get("/ready").status_code == 200
 

@@ -403,7 +403,8 @@ class Cluster(RuleBasedStateMachine):
     def books_are_right(self) -> None:
         self.core.check_integrity()
         most = MAX_HANDOFFS - 1 + 3  # the last slot may be taken by a request of three samples
-        refusals = sum(self.core.attempts.handoffs.values())  # who is refused by a worker cannot wait, and may exceed it
+        # Who is refused by a worker cannot wait, and may exceed it.
+        refusals = sum(self.core.attempts.handoffs.values())
         assert refusals or all(w.handoffs <= most for w in self.core.view.workers.values())
         assert self.core.num_refused + self.core.num_displaced >= self.refused
         open_ones = sum(s.ended is None for e in self.requests.values() if e.ended is None for s in e.samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
 from collections import Counter
@@ -15,7 +16,7 @@ import pytest
 from baton.sampling_params import StructuredOutput, TokenLogprobs
 from router.http.conversation import conversation_of, tools_json
 from router.http.errors import ApiError, from_baton, from_decoding
-from router.http.logprobs import LogprobsWriter, Place, TokenNames
+from router.http.logprobs import LogprobsWriter, Place, TokenNames, join
 from router.http.models import DEMO_NAME, name_of
 from router.http.operations import CountAnswers
 from router.http.parameters import (
@@ -27,6 +28,7 @@ from router.http.parameters import (
     structured_of,
 )
 from router.http.schema import ChatCompletionRequest, CompletionRequest
+from router.http.serving import read_json
 from router.text import LONG_TEXT, TokenizerText
 from tests.fakes_router import LetterText
 
@@ -333,6 +335,70 @@ def test_parts_of_characters_are_bytes_and_stand_where_their_character_begins() 
     assert (logprobs.text_offset, place.offset) == ([0, 1, 1, 2], 3)
     assert logprobs.tokens[1] == "\ufffd"
     assert [entry.bytes for entry in writer.chat(range(4), entries).content] == [[97], [226, 130], [172], [98]]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "offsets"),
+    [
+        ([b"\xe2", b"b", b"c"], [0, 1, 2]),
+        ([b"\xe2\x82", b"\xe2\x82\xac", b"b"], [0, 1, 2]),
+        ([b"\xe2", b"\xe2", b"\x82", b"\xac", b"b"], [0, 1, 1, 1, 2]),
+        ([b"\xe0", b"\x80", b"b"], [0, 1, 2]),
+        ([b"\xef\xbf", b"\xbd", b"b"], [0, 0, 1]),
+        ([b"\xff", b"\xf0\x9f", b"", b"\x98\x80b", b"c"], [0, 1, 1, 1, 3]),
+    ],
+)
+def test_what_does_not_go_on_with_a_character_begins_behind_it(pieces: list[bytes], offsets: list[int]) -> None:
+    place, text = Place(), b"".join(pieces).decode("utf-8", "replace")
+    assert [place.pass_by(data) for data in pieces] == offsets
+    place.end_text()
+    assert place.offset == len(text)
+
+
+def test_offsets_are_those_in_the_text_that_is_shown() -> None:
+    class Words(LetterText):
+        words = ("<s>", "a", "<e>", "b")
+
+        def token_bytes(self, token_id: int) -> bytes:
+            return self.words[token_id].encode()
+
+        def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
+            return "".join(self.words[i] for i in token_ids if i % 2 or not skip_special_tokens)
+
+    names, entries = TokenNames(Words()), [None] * 4
+    hides = LogprobsWriter(names, 0, as_ids=False)
+    shows = LogprobsWriter(names, 0, as_ids=False, shows_special=True)
+    assert hides.completion(range(4), entries, Place()).text_offset == [0, 0, 1, 1]  # ab
+    assert shows.completion(range(4), entries, Place()).text_offset == [0, 3, 4, 7]  # <s>a<e>b
+    # A prompt's text is the client's: what the tokenizer put before it is no part of it, what it wrote itself is.
+    assert hides.completion(range(4), entries, Place(), "a<e>b").text_offset == [0, 0, 1, 4]
+    assert shows.completion(range(4), entries, Place(), "<s>ab").text_offset == [0, 3, 4, 4]
+
+
+def test_a_prompt_that_ends_in_a_character_is_not_gone_on_with() -> None:
+    class Bytes(LetterText):
+        def token_bytes(self, token_id: int) -> bytes:
+            return bytes([token_id])
+
+    writer, place = LogprobsWriter(TokenNames(Bytes()), 0, as_ids=False), Place()
+    prompt = writer.completion([0x61, 0xE2, 0x82], [None] * 3, place, "a\ufffd")
+    place.end_text()
+    answer = writer.completion([0xAC, 0x62], [None] * 2, place)
+    assert join([prompt, answer]).text_offset == [0, 1, 1, 2, 3]  # a U+FFFD, U+FFFD b
+    assert join([prompt, answer]).tokens == ["a", *["\ufffd"] * 3, "b"]
+
+
+def test_nobody_looks_for_garbage_while_json_is_read() -> None:
+    looked: list[str] = []
+    gc.callbacks.append(lambda phase, info: looked.append(phase))
+    try:
+        assert len(read_json(msgspec.json.decode, b"[" + b"[]," * 50_000 + b"[]]")) == 50_001
+        assert looked == []
+        with pytest.raises(ApiError):
+            read_json(msgspec.json.decode, b"[")
+        assert gc.isenabled()
+    finally:
+        gc.callbacks.pop()
 
 
 def test_a_long_text_is_encoded_beside_what_other_threads_do() -> None:

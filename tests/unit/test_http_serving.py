@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ TOOL = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
 }
+LONG_CALL = {"id": "c", "function": {"name": "f", "arguments": "a" * LONG_TEXT}}
 
 
 class Desk:
@@ -442,6 +444,48 @@ def test_how_many_tokens_where_nothing_says_so() -> None:
             await exchange.task
 
     drive(test)
+
+
+def test_ids_that_fit_nowhere_are_refused_before_each_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(rig: Rig) -> None:
+        monkeypatch.setattr(rig.desk.text, "decode", None)
+        answer = await rig.post("completions", prompt=[[1], [65] * (LONG_TEXT + 1)], echo=True).answer()
+        assert answer["error"]["code"] == "context_length_exceeded"
+        assert rig.desk.requests == []
+
+    drive(test)
+
+
+@pytest.mark.parametrize(
+    "large",
+    [
+        {"messages": [{**CHAT[0], "name": "n" * 20}] * 1000},
+        {"chat_template_kwargs": {"a": "a" * LONG_TEXT}},
+        {"messages": [*CHAT, {"role": "assistant", "tool_calls": [LONG_CALL]}]},
+        {"tools": [{**TOOL, "function": {**TOOL["function"], "description": "a" * LONG_TEXT}}]},
+    ],
+    ids=["messages", "kwargs", "calls", "tools"],
+)
+def test_a_large_body_is_read_in_another_thread_whatever_makes_it_large(large: dict[str, Any]) -> None:
+    async def test(rig: Rig) -> None:
+        threads: list[int] = []
+        encode = rig.desk.text.encode_messages
+
+        def noting(*args: Any, **parts: Any) -> list[int]:
+            threads.append(threading.get_ident())
+            return encode(*args, **parts)[:9]
+
+        rig.desk.text.encode_messages = noting  # type: ignore[method-assign]
+        for body in ({"messages": CHAT}, {"messages": CHAT, **large}):
+            exchange = rig.post("chat", **body)
+            sink = await exchange.begun(len(threads) + 1)
+            sink.on_message(done(text="a"))
+            exchange.hang_up()
+            await exchange.task
+        here = threading.get_ident()
+        assert [thread == here for thread in threads] == [True, False]
+
+    drive(test, template=QWEN_TEMPLATE)
 
 
 def test_echo_gives_the_prompt_before_the_answer() -> None:

@@ -246,7 +246,7 @@ def test_health_says_whether_requests_can_be_served() -> None:
         "lost": 0,
         "state": "empty",
     }
-    assert why_not_ready(s.core) == "no worker that can decode takes requests"
+    assert why_not_ready(s.core) == "no worker that can decode takes requests (d0 is draining)"
 
 
 def test_a_router_that_stops_is_down() -> None:

@@ -203,6 +203,35 @@ def test_bad_forms_are_refused_with_what_is_wrong(form: StructuredOutput, proble
     assert caught.value.field == "structured"
 
 
+CHAIN = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(4500)) + '\nr4500: "a"'
+REFERENCES = {"$defs": {f"{i}": {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(1400)}, "$ref": "#/$defs/0"}
+DOUBLING = "start: A0\n" + "\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(22)) + '\nA22: "a"'
+PATTERNS = {"allOf": [{"type": "string", "pattern": f"{i}"} for i in range(300)]}
+
+
+@pytest.mark.parametrize(
+    ("form", "problem"),
+    [
+        (StructuredOutput.grammar(CHAIN), "too complex"),
+        (StructuredOutput.json({**REFERENCES, "$defs": {**REFERENCES["$defs"], "1400": {}}}), "too complex"),
+        (StructuredOutput.grammar(DOUBLING), "too complex|takes more than"),
+        (StructuredOutput.json(PATTERNS), "too complex|takes more than"),
+        (StructuredOutput.regex("a?" * 30_000), "too complex|takes more than"),
+        (StructuredOutput.regex(r"[^\x00-\U0010ffff]"), "no output can have this form"),
+    ],
+    ids=["rules", "references", "doubling", "patterns", "optional", "nothing"],
+)
+def test_forms_that_would_kill_or_hold_up_a_worker_are_refused(form: StructuredOutput, problem: str) -> None:
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match=problem):
+            check_structured(form)
+        check_structured(FORMS["json"][0])
+
+
+def test_a_form_may_name_special_tokens() -> None:
+    check_structured(StructuredOutput.grammar('start: "a" <|im_end|>'))
+
+
 def test_the_check_needs_neither_torch_nor_a_tokenizer() -> None:
     import subprocess
     import sys

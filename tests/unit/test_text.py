@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from baton.errors import InvalidRequestError, ModelError
-from baton.protocol import ChatMessage
+from baton.protocol import ChatMessage, ToolCall
 from router.text import (
     MAX_HELD_TOKENS,
     REPLACEMENT,
@@ -262,6 +262,16 @@ def test_the_window_stays_short_however_long_the_output(text: TokenizerText, wha
 
 
 # --- prompts in ---------------------------------------------------------------------------------------
+
+
+def test_json_of_any_depth_is_a_clients_mistake_or_the_models_words(text: TokenizerText) -> None:
+    deep = "[" * 100_000
+    message = ChatMessage("user", "hi")
+    for field in ("tools", "options"):
+        with pytest.raises(InvalidRequestError, match="is not JSON"):
+            text.encode_messages([message], **{field: deep})
+    call = ToolCall("c", "f", deep)
+    assert text.encode_messages([ChatMessage("assistant", "hi", (call,))])
 
 
 def test_text_round_trips(text: TokenizerText) -> None:
