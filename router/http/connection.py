@@ -238,7 +238,7 @@ class Connection(HttpToolsProtocol):
 
 
 def _has_body(headers: list[tuple[bytes, bytes]]) -> bool:
-    return any(n == b"transfer-encoding" or (n == b"content-length" and v.strip() != b"0") for n, v in headers)
+    return any(n == b"transfer-encoding" or (n == b"content-length" and int(v) > 0) for n, v in headers)
 
 
 def _head_of_body(headers: list[tuple[bytes, bytes]]) -> bytes:

@@ -5,10 +5,12 @@ Whatever it is, it gets an answer that names the mistake or a hang-up, costs nob
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from typing import Any
@@ -17,7 +19,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from router.http.connection import MAX_HEAD, MAX_PIPELINED
+from router.http import connection as connection_module
+from router.http.connection import MAX_PIPELINED
 from tests.integration.test_openai_http import POOLS, Gate, open_requests, raw
 from tests.stub_cluster import WAIT_S, StubCluster, wait_until
 
@@ -170,6 +173,8 @@ def test_who_asks_for_another_protocol_is_answered_in_this_one(cluster: StubClus
                 assert (status, after) == (200, 200), answer
                 assert json.loads(answer)["usage"]["completion_tokens"] == 3
                 assert "version" in json.loads(version)
+    with closing(connect(cluster, get("/ping", f"{upgrade}content-length: 00\r\n") + get("/ping"))) as connection:
+        assert [status for status, _ in answers(connection, 2)] == [200, 200]
     smuggled = get("/version", "x-y: z\r\n")
     with closing(connect(cluster, post(smuggled, headers=upgrade)[: -len(smuggled)])) as connection:
         connection.sendall(smuggled)
@@ -181,9 +186,13 @@ def test_who_asks_for_another_protocol_is_answered_in_this_one(cluster: StubClus
         assert [status for status, _ in answers(connection, 3)] == [200, 200, 200]
 
 
-def test_requests_that_end_in_the_packet_where_the_next_begins_are_no_endless_head(cluster: StubCluster) -> None:
-    ask = post({**ASK, "of_nobody": "x" * MAX_HEAD})
+def test_requests_that_end_in_the_packet_where_the_next_begins_are_no_endless_head(
+    cluster: StubCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_module, "MAX_HEAD", 1000)
+    ask = post({**ASK, "of_nobody": "x" * 1000})
     with closing(connect(cluster, ask[:20])) as connection:
+        wait_until(lambda: any(c._in_head for c in server(cluster).connections), "it reads a head")
         connection.sendall(ask[20:] + ask[:20])
         connection.sendall(ask[20:] + get("/ping"))
         assert [status for status, _ in answers(connection, 3)] == [200, 200, 200]
@@ -249,7 +258,11 @@ def test_a_form_that_kills_who_looks_at_it_harms_nobody(cluster: StubCluster, ht
     body = {**ASK, "guided_grammar": grammar}
     asking = threading.Thread(target=ask)
     asking.start()
+    times = [time.monotonic()]
     while asking.is_alive():
         assert http.get("/ping").status_code == 200
+        times.append(time.monotonic())
+    if grammar == DOUBLING:  # it took seconds, in which others were served
+        assert max(b - a for a, b in itertools.pairwise(times)) < (times[-1] - times[0]) / 2
     assert (told[0].status_code, told[0].json()["error"]["param"]) == (400, "guided_grammar")
     assert http.post("/v1/completions", json={**ASK, "guided_choice": ["a"]}).status_code == 200

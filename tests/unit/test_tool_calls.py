@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import keyword
 from itertools import pairwise
 from typing import Any
 
@@ -315,11 +316,11 @@ def test_nothing_is_lost(kind: str, text: str) -> None:
         assert told.count("word") == text.count("word")
 
 
-@given(ARGUMENTS)
+@given(ARGUMENTS.filter(lambda arguments: not any(map(keyword.iskeyword, arguments))))
 def test_arguments_of_python_are_told_as_json(arguments: dict[str, Any]) -> None:
     text = written("pythonic", [("f", arguments)], indent=None, ascii_only=False)
     call = ast.parse(text, mode="eval").body.elts[0]  # type: ignore[attr-defined]
-    expected = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    expected = {given.arg: ast.literal_eval(given.value) for given in call.keywords}
     assert json.loads(short(parsed("pythonic", text))[0][1]) == expected
 
 
