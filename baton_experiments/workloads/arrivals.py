@@ -31,38 +31,43 @@ class Arrivals(Protocol):
         """Seconds since the start, not falling. The same seed gives the same times."""
 
 
-class Poisson(msgspec.Struct, frozen=True, tag="poisson"):
-    """Independent users: gaps exponential, coefficient of variation 1. `rate` in requests per second."""
+class _Steady(msgspec.Struct, frozen=True):
+    """A process of one mean rate: its pattern of gaps, stretched. `rate` in requests per second."""
 
     rate: float
 
     def __post_init__(self) -> None:
-        _require_rate(self.rate)
+        if not (self.rate > 0 and math.isfinite(self.rate)):
+            raise ConfigError("rate", "must be positive", value=self.rate, allowed="requests per second, > 0")
 
     def times(self, seed: int) -> Iterator[float]:
-        return _at_rate(self.units(seed), self.rate)
+        return (total / _GRID / self.rate for total in self.units(seed))
+
+    def units(self, seed: int) -> Iterator[int]:
+        """Arrivals at a rate of 1, in multiples of 1 / `_GRID`."""
+        raise NotImplementedError
+
+
+class Poisson(_Steady, frozen=True, tag="poisson"):
+    """Independent users: gaps exponential, coefficient of variation 1."""
 
     def units(self, seed: int) -> Iterator[int]:
         draw = random.Random(f"arrivals/{seed}")
         return _summed(-math.log(1.0 - draw.random()) for _ in _forever())
 
 
-class Gamma(msgspec.Struct, frozen=True, tag="gamma"):
+class Gamma(_Steady, frozen=True, tag="gamma"):
     """Gaps of a gamma distribution. `cv` is their standard deviation over their mean: above 1 bursts, below 1 evenness.
 
     The shape is 1 / cv^2 (Marsaglia and Tsang, "A simple method for generating gamma variables", 2000).
     """
 
-    rate: float
     cv: float
 
     def __post_init__(self) -> None:
-        _require_rate(self.rate)
+        super().__post_init__()
         if not (self.cv > 0 and math.isfinite(self.cv)):
             raise ConfigError("cv", "must be positive", value=self.cv, allowed="> 0; `constant` has none")
-
-    def times(self, seed: int) -> Iterator[float]:
-        return _at_rate(self.units(seed), self.rate)
 
     def units(self, seed: int) -> Iterator[int]:
         draw = random.Random(f"arrivals/{seed}")
@@ -70,16 +75,8 @@ class Gamma(msgspec.Struct, frozen=True, tag="gamma"):
         return _summed(_gamma(draw, shape) / shape for _ in _forever())
 
 
-class Constant(msgspec.Struct, frozen=True, tag="constant"):
+class Constant(_Steady, frozen=True, tag="constant"):
     """One request every 1 / `rate` seconds, the first after one gap."""
-
-    rate: float
-
-    def __post_init__(self) -> None:
-        _require_rate(self.rate)
-
-    def times(self, seed: int) -> Iterator[float]:
-        return _at_rate(self.units(seed), self.rate)
 
     def units(self, seed: int) -> Iterator[int]:
         return _summed(1.0 for _ in _forever())
@@ -155,10 +152,6 @@ def _summed(gaps: Iterator[float]) -> Iterator[int]:
         yield total
 
 
-def _at_rate(units: Iterator[int], rate: float) -> Iterator[float]:
-    return (total / _GRID / rate for total in units)
-
-
 def _gamma(draw: random.Random, shape: float) -> float:
     # Only `random()` is used: it alone is promised to give the same numbers in every version of Python.
     if shape < 1:
@@ -170,8 +163,3 @@ def _gamma(draw: random.Random, shape: float) -> float:
         v = (1.0 + c * x) ** 3
         if v > 0 and math.log(1.0 - draw.random()) < 0.5 * x * x + d - d * v + d * math.log(v):
             return d * v
-
-
-def _require_rate(rate: float) -> None:
-    if not (rate > 0 and math.isfinite(rate)):
-        raise ConfigError("rate", "must be positive", value=rate, allowed="requests per second, > 0")
