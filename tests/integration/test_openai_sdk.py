@@ -88,13 +88,17 @@ def wait_nothing_is_held(cluster: Cluster) -> None:
     wait_until(lambda: all(is_free(worker) for worker in cluster.status().workers), "no block held")
 
 
-def test_models(client: OpenAI) -> None:
+def test_models(client: OpenAI, cluster: Cluster) -> None:
     models = client.models.list().data
     assert [model.id for model in models] == [NAME, "second-name"]
     model = client.models.retrieve("second-name")
     assert (model.id, model.object, model.owned_by) == ("second-name", "model", "baton")
     assert model.model_extra is not None
     assert model.model_extra["max_model_len"] == 512
+    source = cluster.config.model.source
+    assert client.completions.create(model=source, prompt="x", max_tokens=1).model == source, (
+        "model.source names it, too"
+    )
     with pytest.raises(NotFoundError) as caught:
         client.models.retrieve("gpt-4")
     assert caught.value.code == "model_not_found"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,14 @@ def test_cores_are_disjoint_while_they_last_and_shared_with_a_warning_after() ->
 def test_workers_are_named_by_pool_and_listed_prefill_first() -> None:
     config = parse_config({"pools": {"decode": {"workers": 2}, "fast": {"role": "prefill"}, "both": {"workers": 1}}})
     assert [spec.worker_id for spec in worker_specs(config)] == ["fast-0", "decode-0", "decode-1", "both-0"]
+
+
+def test_a_taken_http_port_is_told_before_anything_is_started() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = parse_config({"model": {"source": "/no/such/model"}, "http": {"port": port}})
+        with pytest.raises(ClusterError, match=rf"http\.port.*{port}"):
+            RayCluster(config)
 
 
 @pytest.fixture
