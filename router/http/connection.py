@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import struct
 from http import HTTPStatus
 from typing import Any
 
@@ -226,6 +228,10 @@ class Connection(HttpToolsProtocol):
             return
         self._takes = None
         log.info("a client took none of its answer for %g s and is disconnected", self.write_timeout_s)
+        # Closed with a reset: else the kernel keeps what it has taken, and offers it to this client for minutes.
+        connection = self.transport.get_extra_info("socket")
+        if connection is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
