@@ -66,12 +66,14 @@ ANSWERS = (Status, Explained, ClusterLedger, Overview, Records)
 class _Call:
     """One open request: where its events go."""
 
-    __slots__ = ("collector", "sink")
+    __slots__ = ("cancelled", "collector", "sink")
 
     def __init__(self, sink: Callable[[Event], None], started_at: float, message: Generate):
         wants_logprobs = message.sampling.logprobs is not None
         self.collector = Collector(started_at, message.n, wants_logprobs=wants_logprobs)
         self.sink = sink
+        self.cancelled: list[Cancel] | None = None
+        """Taken back before the request itself could be sent; None: it has been."""
 
 
 class AsyncStream:
@@ -426,6 +428,8 @@ class AsyncRouterClient:
             self._send(message)
             return
 
+        call.cancelled = []
+
         async def connect_and_send() -> None:
             try:
                 await self.connect()
@@ -435,12 +439,20 @@ class AsyncRouterClient:
                 return
             if self._calls.get(label) is call:
                 self._send(message)
+                for cancel in call.cancelled or ():
+                    self._send(cancel)
+                call.cancelled = None
 
         self._spawn(connect_and_send())
 
     def _cancel(self, label: str, sample: int | None = None) -> None:
-        if label in self._calls:
+        call = self._calls.get(label)
+        if call is None:
+            return
+        if call.cancelled is None:
             self._send(Cancel(label, sample))
+        else:
+            call.cancelled.append(Cancel(label, sample))
 
     def _abandon(self, label: str) -> None:
         """End it and do not wait for the answer."""

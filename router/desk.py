@@ -21,6 +21,7 @@ from baton.security import worth_saying
 from router.actions import NewTokens, RouterAction, SendWorker
 from router.back import Back
 from router.core import RouterCore
+from router.forms import Forms
 from router.front import Front
 from router.latencies import Latencies
 from router.text import Text
@@ -65,6 +66,7 @@ class Desk:
         counters: Counter[str],
         wake: Callable[[], None],
         latencies: Latencies,
+        forms: Forms,
     ):
         self.core = core
         self.text = text
@@ -73,6 +75,7 @@ class Desk:
         self.front = front
         self.back = back
         self.latencies = latencies
+        self.forms = forms
         self.observers: list[Observer] = [latencies]
         self.request_observers: list[Observer] = []
         """They are told of all but NewTokens, so a token costs nothing for those that do not care."""
@@ -169,6 +172,8 @@ class Desk:
 
     def on_time(self, now: float) -> None:
         """Whatever is due."""
+        for actions in self.front.looked_at(now):
+            self.act(actions, now)
         deadline = self.core.next_deadline()
         if deadline is not None and deadline <= now:
             self.act(self.core.on_deadline(now), now)
@@ -188,3 +193,4 @@ class Desk:
     def close(self, now: float) -> None:
         """Fail what is open, and tell everybody."""
         self.act(self.core.on_shutdown(now), now)
+        self.front.close()

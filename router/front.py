@@ -5,17 +5,19 @@ Bytes into messages and back. Must not know text, workers or HTTP. Used by the r
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
 
 from baton.codec import Codec
-from baton.errors import BatonError, CodecError, VersionError
+from baton.errors import BatonError, CodecError, OverloadedError, VersionError
 from baton.ledger import LedgerRequest
 from baton.protocol import (
     Alive,
@@ -36,6 +38,7 @@ from baton.protocol import (
 )
 from router.actions import RouterAction
 from router.core import RouterCore
+from router.forms import Forms
 from router.records import without_rankings
 from router.sockets import RouterSocket, Unreachable
 from router.translator import Translator
@@ -46,12 +49,28 @@ _SKETCH = msgspec.msgpack.Decoder(tuple[int, Annotated[tuple[msgspec.Raw, ...], 
 """A message without its fields' contents."""
 
 
+MAX_HELD = 256
+"""Requests whose form is still to be looked at."""
 LOOK_AFTER_S, LOOK_FOR_S = 0.02, 0.05
 """When a connection has ended: between two looks for clients that are gone, and for how long."""
 
 
+class _Held:
+    """A request whose form is being looked at, and what its client took back meanwhile."""
+
+    __slots__ = ("cancelled", "is_looked_at", "message", "peer", "received_at")
+
+    def __init__(self, peer: bytes, message: Generate, received_at: float):
+        self.peer = peer
+        self.message = message
+        self.received_at = received_at
+        self.cancelled: list[int | None] = []
+        """Samples; None: all."""
+        self.is_looked_at = False
+
+
 class Front:
-    """A client is known by its connection's routing id: bytes."""
+    """A client is known by its connection's routing id: bytes. `wake`: asks for a turn soon."""
 
     def __init__(
         self,
@@ -61,6 +80,8 @@ class Front:
         counters: Counter[str],
         alive_s: float,
         overview: Callable[[float], dict[str, Any]],
+        forms: Forms,
+        wake: Callable[[], None],
     ):
         self.socket = socket
         self.alive_at = math.inf
@@ -71,6 +92,10 @@ class Front:
         self._alive_s = alive_s
         self._look_until = -math.inf
         self._overview = overview
+        self._forms = forms
+        self._wake = wake
+        self._held: list[_Held] = []
+        """In the order of asking."""
         self._in: Codec[Any] = Codec(ToRouterFromClient)
         self._out: Codec[Any] = Codec(ToClient, often=(Delta, Deltas))
         self._gone: dict[bytes, str] = {}
@@ -89,8 +114,15 @@ class Front:
             return []
         if type(message) is Generate:
             self.alive_at = min(self.alive_at, received_at + self._alive_s)
+            if message.sampling.structured is not None:
+                self._hold(_Held(peer, message, received_at))
+                return []
             return self._translator.on_generate(peer, message, received_at)
         if type(message) is Cancel:
+            held = next((h for h in self._held if (h.peer, h.message.label) == (peer, message.label)), None)
+            if held is not None:
+                held.cancelled.append(message.sample)
+                return []
             return self._core.on_cancel(peer, message.label, received_at, message.sample)
         try:
             if type(message) is Drain:
@@ -116,6 +148,38 @@ class Front:
         self.send(peer, self._core.status(message.label, received_at))
         return []
 
+    def _hold(self, held: _Held) -> None:
+        if len(self._held) >= MAX_HELD:
+            message = f"the forms of {MAX_HELD} requests wait to be looked at; ask again in a moment"
+            self.send(held.peer, Failed(held.message.label, OverloadedError.code, message))
+            return
+        self._held.append(held)
+        structured = held.message.sampling.structured
+        assert structured is not None
+        self._forms.look(structured, partial(self._on_looked_at, held))
+
+    def _on_looked_at(self, held: _Held) -> None:
+        held.is_looked_at = True
+        self._wake()
+
+    def looked_at(self, now: float) -> Iterator[list[RouterAction]]:
+        """Go on with the requests whose form has been looked at; do each list of actions before asking for the next."""
+        looked_at = [held for held in self._held if held.is_looked_at]
+        if not looked_at:
+            return
+        self._held = [held for held in self._held if not held.is_looked_at]
+        for held in looked_at:
+            yield self._translator.on_generate(held.peer, held.message, held.received_at)
+            for sample in held.cancelled:
+                yield self._core.on_cancel(held.peer, held.message.label, now, sample)
+
+    def close(self) -> None:
+        """Fail what the core does not know of."""
+        for held in self._held:
+            text = "the router was stopped before the request began"
+            self.send(held.peer, Failed(held.message.label, "request_failed", text))
+        self._held.clear()
+
     def look_soon(self, now: float) -> None:
         """A connection has ended: a client may be gone whose requests go on. ZeroMQ takes a moment to know whose."""
         self.alive_at = min(self.alive_at, now + LOOK_AFTER_S)
@@ -123,7 +187,8 @@ class Front:
 
     def say_alive(self, now: float) -> None:
         """To every client with open requests. It is also how one that left while it waited is found."""
-        clients = [client for client in self._core.clients() if type(client) is bytes]
+        held = (held.peer for held in self._held)
+        clients = {client for client in itertools.chain(self._core.clients(), held) if type(client) is bytes}
         for client in clients:
             self.send(client, Alive())
         pause_s = LOOK_AFTER_S if now < self._look_until else self._alive_s
@@ -137,6 +202,7 @@ class Front:
         while self._gone:
             peer, problem = next(iter(self._gone.items()))
             log.info("a client %s; its requests are aborted", problem)
+            self._held = [held for held in self._held if held.peer != peer]
             yield self._core.on_client_gone(peer, now)
             del self._gone[peer]
 

@@ -38,6 +38,7 @@ from baton.security import Security
 from router.back import Back
 from router.core import RouterCore
 from router.desk import Desk
+from router.forms import Forms
 from router.front import Front
 from router.http.models import names_of
 from router.http.server import HttpServer
@@ -126,10 +127,20 @@ class RouterServer:
         translator = Translator(self._core, self._text)
         latencies = Latencies(self._core, time.monotonic())
         overview = partial(make_overview, config, self._core, latencies)
-        self._front = Front(front, self._core, translator, self.counters, config.liveness.heartbeat_s, overview)
+        self._forms = Forms(lambda call: self._loop.call_soon_threadsafe(call))
+        alive_s = config.liveness.heartbeat_s
+        self._front = Front(front, self._core, translator, self.counters, alive_s, overview, self._forms, self._wake)
         self._back = Back(back, self._core, self.counters)
         self._desk = Desk(
-            self._core, self._text, translator, self._front, self._back, self.counters, self._wake, latencies
+            self._core,
+            self._text,
+            translator,
+            self._front,
+            self._back,
+            self.counters,
+            self._wake,
+            latencies,
+            self._forms,
         )
         if self._tracing is not None:
             self._desk.request_observers.append(self._tracing)
@@ -333,6 +344,7 @@ class RouterServer:
 
     def _close(self) -> None:
         gc.unfreeze()
+        self._forms.close()
         with self._changed:
             self._running = False
             self._changed.notify_all()

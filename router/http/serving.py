@@ -18,7 +18,6 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from baton.config import ClusterConfig
-from baton.engine.structured import check_structured
 from baton.errors import BatonError, OverloadedError
 from baton.protocol import Delta, Done, Failed, FinishReason, Generate, ToClient
 from baton.protocol import Usage as BatonUsage
@@ -73,7 +72,6 @@ class Service:
         self.names = TokenNames(desk.text)
         self.max_requests = config.router.max_requests
         self._tokenizing = ThreadPoolExecutor(2, "baton-tokenizing")
-        self._checking = ThreadPoolExecutor(1, "baton-forms")
 
     async def tokenize(self, size: int, function: Callable[[], T], names: Mapping[str, str]) -> T:
         """What `function` returns, which reads `size` bytes or characters of what a client sent. Raises ApiError.
@@ -90,7 +88,7 @@ class Service:
     async def check_form(self, form: StructuredOutput, names: Mapping[str, str]) -> None:
         """Raises ApiError for one that cannot be followed. Whoever asks again soon is answered at once."""
         try:
-            await asyncio.get_running_loop().run_in_executor(self._checking, check_structured, form)
+            await self.desk.forms.check(form)
         except BatonError as e:
             raise from_exception(e, names) from e
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import json
 import signal
 import socket
@@ -18,6 +19,7 @@ import zmq
 
 from baton.codec import Codec
 from baton.config import ClusterConfig
+from baton.engine.structured import check_structured
 from baton.errors import (
     ClusterError,
     InvalidRequestError,
@@ -50,7 +52,7 @@ from baton.protocol import (
     ToWorker,
     WorkerInfo,
 )
-from baton.sampling_params import SamplingParams
+from baton.sampling_params import SamplingParams, StructuredOutput
 from baton.timeline import Mark
 from router.client import AsyncRouterClient, RouterClient
 from router.server import RouterServer
@@ -593,15 +595,12 @@ def test_a_stuck_client_is_dropped_and_does_not_hold_up_others(start: Start, mon
     monkeypatch.setattr("router.server.FRONT_HWM", 20)
     rig = start("b0")
     stuck = rig.dealer(rig.front, RCVHWM=1, RCVBUF=4096)
-    big = {f"x{i}": "y" * 150 for i in range(50)}
-    for label, text in big.items():
-        stuck.send(_generate(label, text, max_tokens=50))
     client = rig.client()
-    number = 0
+    numbers = itertools.count()
     while not rig.server.counters["stuck_clients"]:
-        number += 1
+        for _ in range(50):  # a label comes back with each token: it is what fills the buffers between the two
+            stuck.send(_generate(f"{next(numbers):0>200}", "y" * 150, max_tokens=50))
         assert client.generate("other", max_tokens=5).text == "other"
-        stuck.send(_generate(f"more{number}", "y" * 150, max_tokens=50))
     eventually(lambda: rig.server.status().num_requests == 0)
     assert client.generate("after", max_tokens=5).text == "after"
 
@@ -731,3 +730,79 @@ def test_keys_of_requests_are_unguessable_and_unique(start: Start) -> None:
     assert len(ids) == 5
     assert all(len(bytes.fromhex(i)) == 16 for i in ids)
     assert {m.key for m in rig.team["b0"].wait_for(Submit, 5)} == {RequestKey(i, 0) for i in ids}
+
+
+def test_what_is_taken_back_before_the_client_has_connected_is_aborted(start: Start) -> None:
+    rig = start()
+    rig.add("b0", hold=1)
+    stream = rig.client().stream("hello", max_tokens=3)
+    stream.cancel()
+    assert stream.result().finish_reason == "abort"
+
+
+# --- forms of output ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def look(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Forms are looked at once this is set."""
+    gate = threading.Event()
+
+    def check(form: StructuredOutput) -> None:
+        assert gate.wait(WAIT_S)
+        check_structured(form)
+
+    monkeypatch.setattr("router.forms.check_structured", check)
+    yield gate
+    gate.set()
+
+
+FORM = StructuredOutput.choice(["a"])
+
+
+def test_others_are_served_while_a_form_is_looked_at(start: Start, look: threading.Event) -> None:
+    rig = start("b0")
+    client = rig.client()
+    held = client.stream("hello", max_tokens=3, structured=FORM)
+    assert client.generate("abc", max_tokens=3).text == "abc"
+    assert rig.client().generate("abc", max_tokens=3).text == "abc"
+    assert [submit.sampling.structured for submit in rig.team["b0"].wait_for(Submit)] == [None, None]
+    look.set()
+    assert held.result().text == "hel"
+    assert rig.team["b0"].wait_for(Submit, 3)[-1].sampling.structured == FORM
+
+
+def test_a_form_that_nobody_can_follow_is_refused_by_name(start: Start, look: threading.Event) -> None:
+    rig = start("b0")
+    held = rig.client().stream("hello", max_tokens=3, structured=StructuredOutput.regex("["))
+    look.set()
+    with pytest.raises(InvalidRequestError, match="regex"):
+        held.result()
+
+
+def test_a_client_that_takes_back_what_is_looked_at_hears_of_its_end(start: Start, look: threading.Event) -> None:
+    rig = start()
+    fake = rig.add("b0", hold=0)
+    client = rig.client()
+    held = client.stream("hello", max_tokens=3, structured=FORM)
+    held.cancel()
+    client.status()  # so the router has read it
+    look.set()
+    assert held.result().finish_reason == "abort"
+    eventually(lambda: rig.server.status().num_requests == 0)
+    assert len(fake.wait_for(Abort)) == 1
+
+
+def test_what_is_looked_at_ends_with_its_client_and_with_the_router(start: Start, look: threading.Event) -> None:
+    rig = start("b0")
+    gone = RouterClient(rig.front)
+    gone.stream("hello", max_tokens=3, structured=FORM)
+    gone.status()
+    gone.close()
+    eventually(lambda: rig.server.counters["gone_clients"] == 1)
+    held = rig.client().stream("hello", max_tokens=3, structured=FORM)
+    rig.client().status()
+    rig.server.stop()
+    with pytest.raises(RequestFailedError, match="stopped"):
+        held.result()
+    assert not any(type(message) is Submit for message in rig.team["b0"].messages)

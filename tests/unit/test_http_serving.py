@@ -12,6 +12,7 @@ import pytest
 
 from baton.protocol import Delta, Done, Failed, Generate, Usage
 from baton.sampling_params import TokenLogprobs
+from router.forms import Forms
 from router.http import call as call_module
 from router.http import serving
 from router.http.chat import ChatAnswer
@@ -40,6 +41,7 @@ class Desk:
         self.text = LetterText()
         self.core = Script(*worker_ids).core
         self.translator = Translator(self.core, self.text)
+        self.forms = Forms(lambda call: call())
         self.requests: list[Generate] = []
         self.prompts: list[tuple[int, ...]] = []
         self.request_ids: list[str] = []
