@@ -48,6 +48,7 @@ from baton.protocol import (
     ToWorker,
 )
 from baton.security import HANDSHAKE_EVENTS, Handshakes, Security, worth_saying
+from baton.step_log import StepLog, StepRecord, StepShape
 from baton.worker_core import WorkerCore
 
 if TYPE_CHECKING:
@@ -70,8 +71,8 @@ class EngineWorker:
 
     `cores`: CPU cores that both threads are pinned to, and the number of compute threads; None leaves
     both as they are. `heartbeat_s`, `timeout_s`: see `LivenessConfig`. `step_timeout_s`: a step that
-    takes longer makes the worker unhealthy. `log_steps`: log every step's plan and its reasons. `security`: by what
-    it may connect to the router.
+    takes longer makes the worker unhealthy. `log_steps`: log every step's plan and its reasons. `record_steps`: keep
+    what steps were and took, for `take_steps`. `security`: by what it may connect to the router.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class EngineWorker:
         timeout_s: float = 2.0,
         step_timeout_s: float = 60.0,
         log_steps: bool = False,
+        record_steps: bool = False,
         cores: tuple[int, ...] | None = None,
         security: Security | None = None,
     ):
@@ -97,6 +99,7 @@ class EngineWorker:
         self._router_timeout_s = timeout_s * ROUTER_LOST_AFTER
         self._step_timeout_s = step_timeout_s
         self._log_steps = log_steps
+        self._step_log = StepLog() if record_steps else None
         self._cores = cores
         self._router: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         self._router.setsockopt(zmq.ROUTING_ID, self.info.incarnation.encode())
@@ -226,16 +229,25 @@ class EngineWorker:
         with self._condition:
             return self.core.num_held_blocks()
 
+    def take_steps(self) -> list[StepRecord]:
+        """The steps that ended since the last call, in order; none where they are not recorded."""
+        if self._step_log is None:
+            return []
+        with self._condition:
+            return self._step_log.take()
+
     # --- engine thread --------------------------------------------------------------------------------
 
     def _engine_loop(self) -> None:
         self._pin(compute=True)
-        core, condition = self.core, self._condition
+        core, condition, step_log = self.core, self._condition, self._step_log
         while True:
             with condition:
                 plan = None
-                while not self._stopping and (plan := core.next_step(self._now())) is None:
+                while not self._stopping and (plan := core.next_step(started := self._now())) is None:
                     condition.wait()  # any event that could make work notifies
+                if plan is not None and step_log is not None:
+                    shape, occupancy = StepShape.of(plan), core.engine.occupancy()
             if plan is None:
                 return
             if self._log_steps:
@@ -250,7 +262,10 @@ class EngineWorker:
                     self._outbox.extend(core.fail_step(plan, problem, self._now()))
             else:
                 with condition:
-                    self._outbox.extend(core.finish_step(plan, tokens, self._now()))
+                    ended = self._now()
+                    if step_log is not None:  # before its tokens go out: who has them all has all steps
+                        step_log.add(StepRecord(self.info.worker_id, started, ended - started, shape, *occupancy))
+                    self._outbox.extend(core.finish_step(plan, tokens, ended))
             self._step_since = None
             if self._outbox:
                 self._wake()

@@ -24,6 +24,7 @@ from baton_cluster.logs import configure_logging
 from baton_cluster.specs import WorkerSpec
 from kv_transfer.link_memory import gpu_link_bytes
 from kv_transfer.shm_link import reach
+from router.roles import RoleOrder
 
 
 def _where() -> dict[str, Any]:
@@ -56,6 +57,11 @@ class WorkerActor:
     def _on_terminate(self, signum: int, frame: object) -> None:
         """SIGTERM: finish what is here, then end. In a thread, since the main one belongs to Ray."""
         threading.Thread(target=self._leave_and_exit, daemon=True).start()
+
+    def leave(self) -> None:
+        """Finish what is here, tell the router, and end the worker's threads. The process goes on."""
+        if self._worker is not None:
+            self._worker.leave()
 
     def _leave_and_exit(self) -> None:
         if self._worker is not None:
@@ -125,6 +131,10 @@ class WorkerActor:
         """Blocks that are not free now; zero when every request and transfer has ended."""
         return int(self._worker.num_held_blocks()) if self._worker else 0
 
+    def take_steps(self) -> bytes:
+        """See `EngineWorker.take_steps`; in msgpack, as pickle would name the class of each."""
+        return msgspec.msgpack.encode(self._worker.take_steps() if self._worker is not None else [])
+
     def stop(self) -> None:
         if self._worker is not None:
             self._worker.stop()
@@ -152,6 +162,11 @@ class RouterActor:
     def wait_ready(self, num_workers: int, timeout_s: float) -> None:
         """Until so many workers have joined. Raises ClusterError after `timeout_s`."""
         self._server.wait_ready(num_workers, timeout_s)
+
+    def role_order(self) -> RoleOrder | None:
+        """See `RouterServer.role_order`."""
+        order: RoleOrder | None = self._server.role_order()
+        return order
 
     def health(self) -> dict[str, Any]:
         """Whether the router's thread answers."""

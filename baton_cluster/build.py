@@ -97,6 +97,7 @@ def build_worker(
         heartbeat_s=config.liveness.heartbeat_s,
         timeout_s=config.liveness.timeout_s,
         log_steps=config.engine.log_steps,
+        record_steps=config.engine.record_steps,
         cores=cores,
         security=security,
     )

@@ -9,6 +9,7 @@ from typing import Any, Self
 from baton.config import ClusterConfig
 from baton.protocol import Status
 from baton.security import exposure, http_exposure
+from baton.step_log import StepRecord
 from router.client import AsyncRouterClient, RouterClient
 
 Progress = Callable[[str], None]
@@ -51,6 +52,13 @@ class Cluster:
 
     def stop(self) -> None:
         """End it. Idempotent."""
+        raise NotImplementedError
+
+    def take_steps(self) -> list[StepRecord]:
+        """Steps of all workers that ended since the last call, by their start; none without `engine.record_steps`.
+
+        A worker that died takes what it had recorded with it.
+        """
         raise NotImplementedError
 
     def details(self) -> dict[str, Any]:

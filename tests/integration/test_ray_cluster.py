@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def config_tree(model: Path, **changes: Any) -> dict[str, Any]:
         "name": "baton-test",
         "model": {"source": str(model), "dtype": "float32"},
         "pools": {"prefill": {"kv_memory_mib": 128}, "decode": {"kv_memory_mib": 128}},
-        "engine": {"max_batch_tokens": 64},
+        "engine": {"max_batch_tokens": 64, "record_steps": True},
         "liveness": {"heartbeat_s": 1.0, "timeout_s": 30.0},
         "start_timeout_s": START_S,
         **changes,
@@ -79,6 +80,20 @@ def test_workers_are_processes_pinned_to_cores_of_their_own(split: RayCluster) -
         assert workers["prefill-0"].cores != workers["decode-0"].cores
         assert split.warnings == []
     assert all(health["healthy"] for health in split.health().values())
+
+
+def test_steps_of_all_workers_are_taken_in_order(split: RayCluster) -> None:
+    split.take_steps()
+    with split.client() as client:
+        client.generate(list(range(100, 170)), max_tokens=4, ignore_eos=True)
+    steps = split.take_steps()
+    assert [(step.worker, step.shape.chunk_tokens, step.shape.decode_context) for step in steps] == [
+        ("prefill-0", 64, 0),
+        ("prefill-0", 6, 0),
+        *(("decode-0", 0, context) for context in (71, 72, 73)),
+    ]
+    assert all(one.start_s + one.seconds <= two.start_s for one, two in pairwise(steps))
+    assert split.take_steps() == []
 
 
 def test_colocated_beside_it_gives_the_same_tokens(session: RaySession, split: RayCluster, demo_model: Path) -> None:

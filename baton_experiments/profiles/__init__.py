@@ -1,0 +1,1 @@
+"""Latency models from measured steps: this machine's, and profiles that others published."""
