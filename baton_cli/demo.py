@@ -3,8 +3,8 @@
 1  a Ray cluster with one prefill and one decode worker on the demo model
 2  questions, answered token by token; where each request's time went
 3  the same questions colocated and by Hugging Face: the tokens must be the same
-4  a first comparison of the two placements
-5  no block is held, nothing is left running
+4  an experiment of a minute: which of the two placements is better, and why
+5  no block is held, nothing is left running; where the experiment's report is
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from rich.rule import Rule
 
 from baton.config import parse_config
 from baton.engine.weights import resolve_model
-from baton_cli.experiment import run_experiment
+from baton_cli.experiment import INTERRUPTED, run_experiment
 from baton_cli.output import completion_data, ms, out, spinner, status_data, status_table, timeline_table
 from baton_cluster.ray_cluster import RayCluster
 from baton_cluster.ray_session import RaySession
 from baton_experiments.placement import with_placement
+from baton_experiments.plan import Plan
+from baton_experiments.work import Work
+from baton_experiments.workloads import Lengths
 from router.client import Completion
 
 QUESTIONS = (
@@ -39,10 +42,18 @@ CONFIG: dict[str, Any] = {
     # float32 everywhere, so that the tokens can be compared with Hugging Face one by one.
     "model": {"source": "demo", "dtype": "float32"},
     "pools": {"prefill": {"kv_memory_mib": 256}, "decode": {"kv_memory_mib": 256}},
-    "engine": {"max_batch_tokens": 128},
+    "engine": {"max_batch_tokens": 128, "record_steps": True},
     # Two clusters, a client and Hugging Face share what may be two cores.
     "liveness": {"heartbeat_s": 1.0, "timeout_s": 15.0},
 }
+
+EXPERIMENT = Plan(
+    placements=("colocated:2", "split:1+1"),
+    rates=(1.0, 2.0),
+    seeds=(0, 1),
+    num_requests=6,
+    work=Work(lengths=Lengths((32, 96), (8, 16))),
+)
 
 
 def run_demo(json_path: Path | None, *, compare: bool) -> int:
@@ -52,6 +63,7 @@ def run_demo(json_path: Path | None, *, compare: bool) -> int:
     colocated = with_placement(config, "colocated:2")
     problems: list[str] = []
     result: dict[str, Any] = {}
+    report: Path | None = None
     with ExitStack() as stack:
         progress = Progress(stack)
         progress("preparing the demo model")
@@ -93,18 +105,14 @@ def run_demo(json_path: Path | None, *, compare: bool) -> int:
                             )
                     if compare:
                         _heading("4", "Split against colocated, on the same two workers' worth of cores")
-                        records = run_experiment(
-                            config,
-                            placements=("colocated:2", "split:1+1"),
-                            rates=(1.0, 2.0),
-                            seeds=(0,),
-                            num_requests=8,
-                            prompt_tokens=(32, 96),
-                            output_tokens=(6, 12),
-                            folder=Path("results/demo"),
-                            clusters={"colocated:2": both, "split:1+1": split},
+                        clusters = {"colocated:2": both, "split:1+1": split}
+                        outcome, ended = run_experiment(
+                            config, EXPERIMENT, folder=Path("results/demo"), clusters=clusters, anew=True
                         )
-                        problems += [f"request failed: {r.error}" for r in records if r.error]
+                        if ended == INTERRUPTED:
+                            raise KeyboardInterrupt
+                        problems += [f"request failed: {r.error}" for r in outcome.records if r.error]
+                        report = outcome.report_path
                     held = {**split.num_held_blocks(), **both.num_held_blocks()}
                     problems += [f"{worker} still holds {count} KV blocks" for worker, count in held.items() if count]
             _heading("5", "The end")
@@ -112,9 +120,12 @@ def run_demo(json_path: Path | None, *, compare: bool) -> int:
     out.print(f"all processes have ended; {time.monotonic() - started:.0f} s in all")
     for problem in problems:
         out.print(f"problem: {problem}", style="red", markup=False)
+    if report is not None:
+        out.print(f"the experiment's report: {report}", soft_wrap=True)
     if json_path is not None:
         json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps({**result, "problems": problems}, indent=1), encoding="utf-8")
+        result |= {"report": None if report is None else str(report), "problems": problems}
+        json_path.write_text(json.dumps(result, indent=1), encoding="utf-8")
     return 1 if problems else 0
 
 

@@ -1,98 +1,391 @@
-"""`baton experiment`: progress, table and files around `baton_experiments`."""
+"""`baton experiment`: options, progress and tables around `baton_experiments`."""
 
 from __future__ import annotations
 
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+import msgspec
+from rich import box
+from rich.console import RenderableType
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-from baton.config import ClusterConfig
+from baton.config import ClusterConfig, dump_config, parse_config
 from baton.engine.model_spec import CausalLMSpec, load_spec
 from baton.engine.weights import resolve_model
 from baton.errors import ConfigError
 from baton_cli.output import err, out, print_json
+from baton_cluster.latency import LinkModel
 from baton_cluster.ray_session import RaySession
-from baton_experiments.experiment import HasAddress, Plan, RequestRecord, require_equal_resources, resolved, run
-from baton_experiments.report import comparisons, summarize, table, write_results
+from baton_experiments.engine import Engine
+from baton_experiments.experiment import Watch, planned_s, run
+from baton_experiments.journal import Journal
+from baton_experiments.outcome import Outcome, write_outcome
+from baton_experiments.plan import EngineName, Estimate, Plan, Point, Setting
+from baton_experiments.profiles.profile import EngineProfile
+from baton_experiments.real import RealEngine, Running
+from baton_experiments.records import RequestRecord
+from baton_experiments.report import environment, tables
+from baton_experiments.results import Result, read_result
+from baton_experiments.simulated import SimulatedEngine
+from baton_experiments.work import Work
 from baton_experiments.workloads import Lengths
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as of a shell."""
+_AGAINST_TAKES = ("profiles", "link_gb_per_s", "against", "engine")
+"""The other options are those of the real run."""
 
-def _require_fitting(plan: Plan, config: ClusterConfig, model: CausalLMSpec) -> None:
-    """Before anything starts: the longest request must fit into the model."""
-    longest = plan.lengths.prompt[1] + plan.lengths.output[1]
-    limit = min(config.model.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
-    if longest > limit:
-        options = "--prompt-tokens, --output-tokens"
-        raise ConfigError(options, "are too long for the model together", value=longest, allowed=f"<= {limit}")
+
+_PROFILE_KEYS: dict[str, Callable[[str], Any]] = {
+    "model": str,
+    "hardware": str,
+    "tp": int,
+    "conventions": str,
+    "gpu_memory_gib": float,
+}
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command line says; None and (): nothing."""
+
+    config: Path | None = None
+    overrides: tuple[str, ...] = ()
+    placements: tuple[str, ...] = ()
+    allow_unequal: bool = False
+    chunks: tuple[int, ...] = ()
+    colocated_chunks: tuple[int, ...] = ()
+    rates: tuple[float, ...] = ()
+    requests: int | None = None
+    ramp: float | None = None
+    seeds: tuple[int, ...] = ()
+    workload: str | None = None
+    format: str | None = None
+    skip_malformed: bool = False
+    prompt_tokens: tuple[int, int] | None = None
+    output_tokens: tuple[int, int] | None = None
+    arrivals: str | None = None
+    scale_prompt: float | None = None
+    scale_output: float | None = None
+    slo_ttft: float | None = None
+    slo_tbt: float | None = None
+    slo_e2e: float | None = None
+    engine: str | None = None
+    profiles: tuple[str, ...] = ()
+    link_gb_per_s: float | None = None
+    against: Path | None = None
+
+    def plan(self, config: ClusterConfig, profiles: Sequence[EngineProfile]) -> Plan:
+        """Raises ConfigError for options that exclude each other; `Plan.check` says the rest."""
+        engine = self.engine_name
+        if self.workload is not None and (self.prompt_tokens or self.output_tokens):
+            raise ConfigError(
+                "--prompt-tokens, --output-tokens",
+                "are for work without --workload",
+                value=self.workload,
+                allowed="--scale-prompt and --scale-output change a workload's lengths",
+            )
+        uniform = Lengths()
+        placements = self.placements or ("colocated:2", "split:1+1")
+        chunks = self.colocated_chunks
+        unchunked = any("engine.max_batch_tokens" in profile.config for profile in profiles)  # by its conventions
+        if not (chunks or self.chunks or unchunked) and any(p.startswith("colocated:") for p in placements):
+            chunks = default_chunks(config)
+        return Plan(
+            placements=placements,
+            rates=self.rates or (0.5, 1.0, 2.0),
+            seeds=self.seeds or (0,),
+            num_requests=self.requests or (20 if engine == "real" else 200),
+            work=Work(
+                source=self.workload,
+                format=self.format,
+                skip_malformed=self.skip_malformed,
+                lengths=Lengths(self.prompt_tokens or uniform.prompt, self.output_tokens or uniform.output),
+                arrivals=self.arrivals or "poisson",
+                scale_prompt=self.scale_prompt or 1.0,
+                scale_output=self.scale_output or 1.0,
+            ),
+            ramp=Plan().ramp if self.ramp is None else self.ramp,
+            chunk_tokens=self.chunks,
+            colocated_chunk_tokens=chunks,
+            engine=engine,
+            profiles=tuple(profile.name for profile in profiles),
+            slo_ttft_ms=self.slo_ttft,
+            slo_tbt_ms=self.slo_tbt,
+            slo_e2el_ms=self.slo_e2e,
+            allow_unequal=self.allow_unequal,
+        )
+
+    @property
+    def engine_name(self) -> EngineName:
+        if self.engine not in (None, "real", "simulated"):
+            raise ConfigError("--engine", "is unknown", value=self.engine, allowed="real, simulated")
+        if self.against is not None and self.engine == "real":
+            raise ConfigError("--engine", "must be simulated to be compared with a real run", value=self.engine)
+        return "simulated" if self.engine == "simulated" or self.against is not None else "real"
+
+    def check_against(self) -> None:
+        """Raises ConfigError for what `--against` takes from the real run."""
+        default = Options()
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if name not in _AGAINST_TAKES and value != getattr(default, name):
+                raise ConfigError("--against", f"takes {name} from the real run; leave it out", value=value)
+        if len(self.profiles) != 1:
+            raise ConfigError("--against", "needs one --profile to simulate with", value=list(self.profiles) or None)
+
+
+def run_command(
+    options: Options, read_config: Callable[[Path | None, list[str]], ClusterConfig], *, folder: Path, as_json: bool
+) -> int:
+    """What the command does; its exit status."""
+    engine = options.engine_name
+    if engine == "real" and options.link_gb_per_s is not None:
+        raise ConfigError("--link-gb-per-s", "is for simulated engines only", value=options.link_gb_per_s)
+    if options.link_gb_per_s is not None and not options.link_gb_per_s > 0:
+        raise ConfigError("--link-gb-per-s", "must be positive", value=options.link_gb_per_s, allowed="> 0")
+    link = None if options.link_gb_per_s is None else LinkModel(bytes_per_s=options.link_gb_per_s * 1e9)
+    against = None
+    if options.against is not None:
+        options.check_against()
+        profiles = _profiles(options.profiles)
+        config, plan, against = read_against(options.against)
+        plan = msgspec.structs.replace(plan, engine="simulated", profiles=tuple(p.name for p in profiles))
+    else:
+        profiles = _profiles(options.profiles)
+        config = read_config(options.config, list(options.overrides))
+        plan = options.plan(config, profiles)
+    _, status = run_experiment(
+        config, plan, folder=folder, profiles=profiles, link=link, against=against, as_json=as_json
+    )
+    return status
+
+
+def _profiles(texts: Sequence[str]) -> list[EngineProfile]:
+    """Of `PATH` or `PATH,KEY=VALUE,...`, the keys those of `load_profile`."""
+    from baton_experiments.profiles.load import load_profile
+
+    profiles = []
+    for text in texts:
+        path, *parts = text.split(",")
+        chosen: dict[str, Any] = {}
+        for part in parts:
+            key, equals, value = part.partition("=")
+            if not equals or key not in _PROFILE_KEYS:
+                raise ConfigError(
+                    "--profile", "is not PATH,KEY=VALUE,...", value=text, allowed=f"keys {', '.join(_PROFILE_KEYS)}"
+                )
+            try:
+                chosen[key] = _PROFILE_KEYS[key](value)
+            except ValueError:
+                raise ConfigError("--profile", f"has no number for {key}", value=value) from None
+        profiles.append(load_profile(path, **chosen))
+    return profiles
+
+
+def _digest(profile: EngineProfile) -> str:
+    """Tells profiles of one name apart, such as those of two measurements."""
+    return hashlib.blake2b(msgspec.json.encode(profile, enc_hook=repr), digest_size=8).hexdigest()
 
 
 def run_experiment(
     config: ClusterConfig,
+    plan: Plan,
     *,
-    placements: tuple[str, ...],
-    rates: tuple[float, ...],
-    seeds: tuple[int, ...],
-    num_requests: int,
-    prompt_tokens: tuple[int, int],
-    output_tokens: tuple[int, int],
     folder: Path,
-    as_json: bool = False,
-    clusters: dict[str, HasAddress] | None = None,
+    profiles: Sequence[EngineProfile] = (),
+    link: LinkModel | None = None,
+    against: Result | None = None,
+    clusters: Mapping[str, Running] | None = None,
     session: RaySession | None = None,
-) -> list[RequestRecord]:
-    """Run, show and write an experiment. Ctrl-C ends it early and keeps the records that are done."""
-    plan = Plan(placements, rates, seeds, num_requests, Lengths(prompt_tokens, output_tokens))
-    require_equal_resources(placements)
-    if not all(rate > 0 for rate in rates):
-        raise ConfigError("--rate", "must be positive", value=list(rates), allowed="> 0")
-    records: list[RequestRecord] = []
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=err,
-        transient=True,
-    ) as bar:
-        task = bar.add_task("starting", total=len(plan.points()) * num_requests)
+    anew: bool = False,
+    as_json: bool = False,
+) -> tuple[Outcome, int]:
+    """Run what is not done yet, write and show what is; the outcome and the exit status.
 
-        def keep(record: RequestRecord) -> None:
-            records.append(record)
-            bar.advance(task)
-
-        def show(text: str) -> None:
-            bar.update(task, description=text)
-            if not err.is_terminal:
-                err.print(text, markup=False)
-
+    Ctrl-C ends it early and keeps the points that are done. `clusters`: placements that are up already, and stay so.
+    `anew`: forget what a former run left in `folder`. Raises ConfigError before anything starts where it cannot be run.
+    """
+    plan.check()
+    described: dict[str, Any] = {
+        "plan": msgspec.to_builtins(plan),
+        "cluster": dump_config(config),
+        "profile": {profile.name: _digest(profile) for profile in profiles} or None,
+        "environment": environment(),
+    }
+    if against is not None:
+        described["max_model_len"] = against.config["max_model_len"]
+    journal = Journal(folder, described, anew=anew)
+    status = 0
+    with _Bar(plan) as bar:
         try:
-            path = resolve_model(config.model.source, progress=show)
-            model = load_spec(path, config.engine.model_impl, config.model.max_model_len)
-            _require_fitting(plan, config, model)
-            run(
-                config,
-                plan,
-                vocab_size=model.vocab_size,
-                progress=show,
-                on_record=keep,
-                clusters=clusters,
-                session=session,
-            )
+            engine: Engine
+            if plan.engine == "simulated":
+                engine = SimulatedEngine(config, profiles, link=link)
+            else:
+                running = {
+                    setting: found for setting in plan.settings if (found := (clusters or {}).get(setting.placement))
+                }
+                engine = _real_engine(config, bar, running, session)
+            run(plan, engine, journal, bar)
         except KeyboardInterrupt:
-            if not records:
+            if not journal.has_points:
                 raise
-            err.print("interrupted: the results below are of the requests that were done", style="yellow")
-    summary = write_results(folder, records, resolved(config, plan))
-    points = summarize(records)
+            status = INTERRUPTED
+        if status:
+            bar.say("interrupted: what follows is of the points that were done")
+        else:
+            bar.say("writing the report")
+        outcome = write_outcome(plan, journal, against=against)
     if as_json:
-        print_json({"points": points, "summary": str(summary)})
+        left_out = ("config", "environment")
+        shown = {key: value for key, value in outcome.summary.items() if key not in left_out}
+        print_json({**shown, "summary": str(outcome.summary_path), "report": str(outcome.report_path)})
     else:
-        out.print(table(points))
-        for line in comparisons(points):
-            out.print(line)
-        out.print(f"records, summary and plot: {folder}/")
-    failed = [r for r in records if r.error is not None]
+        for part in tables(outcome.summary):
+            out.print(part)
+        if against is not None:
+            out.print(_against_table(outcome.summary["against"]["points"]))
+        out.print(f"report: {outcome.report_path}   all files: {folder}/", soft_wrap=True)
+    failed = [record for record in outcome.records if record.error is not None]
     if failed:
-        err.print(f"{len(failed)} of {len(records)} requests failed, the first with: {failed[0].error}", style="red")
-    return records
+        err.print(
+            f"{len(failed)} of {len(outcome.records)} requests failed, the first with: {failed[0].error}", style="red"
+        )
+    if status:
+        err.print(f"interrupted; the same command with --out {folder} goes on", style="yellow", soft_wrap=True)
+    return outcome, status or (1 if failed else 0)
+
+
+def _against_table(points: list[dict[str, Any]]) -> Table:
+    """Simulated and real figures side by side."""
+    table = Table(title="Simulated against real, in ms", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("rate /s", "setting"):
+        table.add_column(name, justify="left" if name == "setting" else "right", no_wrap=True)
+    names = list(points[0]["figures"]) if points else []
+    for name in names:
+        table.add_column(name.removesuffix("_ms").replace("_", " ").upper(), justify="right")
+    for point in points:
+        setting = Setting(point["placement"], point["chunk_tokens"], point["engine"])
+        cells = [
+            f"{figure['simulated']:.0f} {figure['real']:.0f} {figure['error']:+.0%}{'' if figure['within'] else ' !'}"
+            for figure in point["figures"].values()
+        ]
+        table.add_row(f"{point['rate']:g}", str(setting), *cells)
+    table.caption = "simulated, real, difference; !: beyond 10 % and beyond the real runs' own 95 % interval"
+    return table
+
+
+def read_against(folder: Path) -> tuple[ClusterConfig, Plan, Result]:
+    """The plan of a real run, to be simulated, on clusters as it had them. Raises ConfigError if `folder` has none."""
+    result = read_result(folder)
+    plan = msgspec.convert(result.config["plan"], Plan)
+    if plan.engine != "real":
+        raise ConfigError("--against", "is a simulated run itself; name the folder of a real one", value=str(folder))
+    tree = result.config["cluster"]
+    del tree["security"]  # its secret is not in the result, and a simulation has no sockets
+    tree["http"].pop("api_keys")
+    blocks = min(result.config["hardware"]["kv_blocks"].values())
+    for pool in tree["pools"].values():
+        pool |= {"kv_blocks": blocks, "kv_memory_mib": None, "memory_mib": None}
+    slo = result.summary["slo"]
+    plan = msgspec.structs.replace(plan, slo_ttft_ms=slo["ttft_ms"], slo_tbt_ms=slo["tbt_ms"])
+    return parse_config(tree), plan, result
+
+
+def default_chunks(config: ClusterConfig) -> tuple[int, ...]:
+    """Chunk sizes that colocated placements are tried with where none is named: as configured, and a quarter of it."""
+    chunk = config.engine.max_batch_tokens
+    return (max(1, chunk // 4), chunk) if chunk >= 64 else (chunk,)
+
+
+def _real_engine(
+    config: ClusterConfig, bar: _Bar, running: Mapping[Any, Running], session: RaySession | None
+) -> RealEngine:
+    path = resolve_model(config.model.source, progress=bar.say)
+    model = load_spec(path, config.engine.model_impl, config.model.max_model_len)
+    return RealEngine(config, model, model_bytes=_weight_bytes(path, model), clusters=running, session=session)
+
+
+def _weight_bytes(path: Path, model: CausalLMSpec) -> int:
+    """In memory, at most: in float32."""
+    widened = 1 if model.stored_dtype == "float32" else 2
+    return widened * sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+class _Bar(Watch):
+    """A progress bar with the time that is left; plain lines where there is no terminal."""
+
+    def __init__(self, plan: Plan):
+        self._plan = plan
+        self._num_points = len(plan.schedule())
+        self._num_done = 0
+        self._text = ""
+        total = len(plan.settings) * sum(
+            planned_s(plan, Point(plan.settings[0], rate, seed)) for rate in plan.rates for seed in plan.seeds
+        )
+        self._estimate = Estimate(total, at_planned_speed=plan.engine == "real")
+        self._progress = _Timed(
+            self._estimate,
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.fields[left]}"),
+            TimeElapsedColumn(),
+            console=err,
+            transient=True,
+        )
+        self._task = self._progress.add_task("starting", total=self._estimate.planned_s, left="")
+
+    def __enter__(self) -> _Bar:
+        points = f"{self._num_points} points of {self._plan.num_requests} requests"
+        left = self._estimate.left(time.monotonic())
+        settings = ", ".join(map(str, self._plan.settings))
+        err.print(f"{settings}: {points}" + (f", {_span(left)} and the start" if left else ""), soft_wrap=True)
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._progress.stop()
+
+    def say(self, text: str) -> None:
+        self._progress.update(self._task, description=text)
+        if not err.is_terminal:
+            err.print(text, markup=False, soft_wrap=True)
+
+    def skip(self, point: Point, planned_s: float, took_s: float) -> None:
+        self._num_done += 1
+        self._estimate.end(planned_s, took_s)
+
+    def begin(self, point: Point, planned_s: float) -> None:
+        self._estimate.begin(planned_s, time.monotonic())
+        self.say(f"{self._num_done + 1}/{self._num_points}  {point}")
+
+    def on_record(self, record: RequestRecord) -> None:
+        pass
+
+    def end(self, point: Point, planned_s: float, took_s: float) -> None:
+        self._num_done += 1
+        self._estimate.end(planned_s, took_s)
+
+
+class _Timed(Progress):
+    """Shows where an estimate is each time it is drawn."""
+
+    def __init__(self, estimate: Estimate, *columns: Any, **options: Any):
+        self._estimate = estimate
+        super().__init__(*columns, **options)
+
+    def get_renderable(self) -> RenderableType:
+        now = time.monotonic()
+        left = self._estimate.left(now)
+        for task in self.tasks:
+            self.update(task.id, completed=self._estimate.done(now), left=f"{_span(left)} left" if left else "")
+        return super().get_renderable()
+
+
+def _span(seconds: float) -> str:
+    return f"about {seconds / 60:.0f} min" if seconds >= 90 else f"about {max(1, round(seconds)):d} s"

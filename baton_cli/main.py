@@ -280,40 +280,330 @@ def demo(
     raise typer.Exit(run_demo(json_path, compare=not quick))
 
 
-@app.command(epilog="Example: baton experiment --placement colocated:2 --placement split:1+1 --rate 0.5 --rate 1")
+@app.command(epilog="Example: baton experiment --workload chat/16 --rate 0.5 --rate 1 --seed 0 --seed 1 --seed 2")
 def experiment(
     config_path: ConfigPath = None,
     placement: Annotated[
-        list[str] | None, typer.Option(help="colocated:N or split:P+D, of equal size. Default: colocated:2, split:1+1.")
+        list[str] | None,
+        typer.Option(help="colocated:N, split:P+D or mixed:P+D+B, of equal size. Default: colocated:2, split:1+1."),
+    ] = None,
+    allow_unequal: Annotated[
+        bool, typer.Option("--allow-unequal", help="Compare placements of different size, flagged as such.")
+    ] = False,
+    chunk: Annotated[
+        list[int] | None,
+        typer.Option(help="engine.max_batch_tokens to run each placement with; the report takes each one's best."),
+    ] = None,
+    colocated_chunk: Annotated[
+        list[int] | None,
+        typer.Option(help="The same for colocated ones alone. Default: as configured and a quarter of it."),
     ] = None,
     rate: Annotated[list[float] | None, typer.Option(help="Requests per second. Default: 0.5, 1, 2.")] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests per placement, rate and seed.")] = 20,
-    seed: Annotated[list[int] | None, typer.Option(help="Seeds of the workload. Default: 0.")] = None,
-    prompt_tokens: Annotated[str, typer.Option(metavar="LOW-HIGH", help="Prompt lengths.")] = "32-96",
-    output_tokens: Annotated[str, typer.Option(metavar="LOW-HIGH", help="Output lengths.")] = "8-24",
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Measured per placement, rate and seed. Default: 20, simulated 200.")
+    ] = None,
+    ramp: Annotated[
+        float | None,
+        typer.Option(help="More requests before and after them, left out of the figures, as a share. Default: 0.1."),
+    ] = None,
+    seed: Annotated[list[int] | None, typer.Option(help="Seeds of the work; each is a repetition. Default: 0.")] = None,
+    workload: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="chat, code, summarize, reasoning (chat/8: an eighth), or a trace."),
+    ] = None,
+    trace_format: Annotated[
+        str | None, typer.Option("--format", help="Of a trace file. Default: told from its header.")
+    ] = None,
+    skip_malformed: Annotated[
+        bool, typer.Option("--skip-malformed", help="Leave a trace's malformed rows out, and count them.")
+    ] = False,
+    prompt_tokens: Annotated[
+        str | None, typer.Option(metavar="LOW-HIGH", help="Prompt lengths, without --workload. Default: 32-96.")
+    ] = None,
+    output_tokens: Annotated[
+        str | None, typer.Option(metavar="LOW-HIGH", help="Output lengths, without --workload. Default: 8-24.")
+    ] = None,
+    arrivals: Annotated[
+        str | None, typer.Option(help="poisson, gamma:CV, constant, or the trace's own times, scaled: trace.")
+    ] = None,
+    scale_prompt: Annotated[float | None, typer.Option(help="Multiply prompt lengths.")] = None,
+    scale_output: Annotated[float | None, typer.Option(help="Multiply output lengths.")] = None,
+    slo_ttft: Annotated[
+        float | None, typer.Option(help="Milliseconds to the first token. Default: 5 times that of a single request.")
+    ] = None,
+    slo_tbt: Annotated[
+        float | None, typer.Option(help="Milliseconds between tokens. Default: 2.5 times those of a single request.")
+    ] = None,
+    slo_e2e: Annotated[
+        float | None, typer.Option(help="Milliseconds to the last token, for vLLM's definition of goodput only.")
+    ] = None,
+    engine: Annotated[str | None, typer.Option(help="real or simulated. Default: real.")] = None,
+    profile: Annotated[
+        list[str] | None, typer.Option(help="Of a simulated engine: step times, from `baton profile` or published.")
+    ] = None,
+    link_gb_per_s: Annotated[
+        float | None, typer.Option(help="Between two simulated workers. Default: the profile's.")
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="Simulate the plan of the real run in this folder, and tell the difference.")
+    ] = None,
     folder: Annotated[
-        Path | None, typer.Option("--out", help="Folder for records, summary and plot. Default: a new one in results/.")
+        Path | None,
+        typer.Option("--out", help="Folder of the result; an interrupted one is gone on with. Default: a new one."),
     ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare placements on the real cluster: same engine, same work, equal resources."""
-    from baton_cli.experiment import run_experiment
+    """Compare placements: same engine, same work, equal resources. On real clusters, or simulated."""
+    from baton_cli.experiment import Options, run_command
 
     signal.signal(signal.SIGTERM, interrupt)
-    records = run_experiment(
+    options = Options(
+        placements=tuple(placement or ()),
+        allow_unequal=allow_unequal,
+        chunks=tuple(chunk or ()),
+        colocated_chunks=tuple(colocated_chunk or ()),
+        rates=tuple(rate or ()),
+        requests=requests,
+        ramp=ramp,
+        seeds=tuple(seed or ()),
+        workload=workload,
+        format=trace_format,
+        skip_malformed=skip_malformed,
+        prompt_tokens=None if prompt_tokens is None else _span(prompt_tokens, "--prompt-tokens"),
+        output_tokens=None if output_tokens is None else _span(output_tokens, "--output-tokens"),
+        arrivals=arrivals,
+        scale_prompt=scale_prompt,
+        scale_output=scale_output,
+        slo_ttft=slo_ttft,
+        slo_tbt=slo_tbt,
+        slo_e2e=slo_e2e,
+        engine=engine,
+        profiles=tuple(profile or ()),
+        link_gb_per_s=link_gb_per_s,
+        against=against,
+        config=config_path,
+        overrides=tuple(overrides or ()),
+    )
+    folder = folder or Path(f"results/experiment-{datetime.now():%Y%m%d-%H%M%S}")
+    raise typer.Exit(run_command(options, read_config, folder=folder, as_json=as_json))
+
+
+@app.command(epilog="Example: baton profile cluster.yaml --workers 2 --out results/profile.json")
+def profile(
+    config_path: ConfigPath = None,
+    from_folder: Annotated[
+        Path | None, typer.Option("--from", help="Fit the steps of this result of `baton experiment` instead.")
+    ] = None,
+    pool: Annotated[str | None, typer.Option(help="Whose workers. Default: the first pool's.")] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Engines that run at once: they share memory. Default: the cluster's workers."),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="How long to measure steps.")] = 120.0,
+    max_context: Annotated[int, typer.Option(min=16, help="Longest sequence to measure.")] = 2048,
+    cluster: Annotated[
+        bool, typer.Option("--cluster/--no-cluster", help="Measure hand-over and messages too, on a small cluster.")
+    ] = True,
+    spread: Annotated[
+        bool, typer.Option("--spread", help="Keep how far steps of one shape differ: simulated steps differ so too.")
+    ] = False,
+    cpu_time: Annotated[
+        bool, typer.Option("--cpu-time", help="Count the CPU time of steps, where other work runs on the machine.")
+    ] = False,
+    path: Annotated[Path, typer.Option("--out", help="The profile's file.")] = Path("results/profile.json"),
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what this machine's engine takes for its steps: what simulated experiments are made of."""
+    from baton_cli.profile import run_profile, run_profile_from
+
+    signal.signal(signal.SIGTERM, interrupt)
+    if from_folder is not None:
+        run_profile_from(from_folder, pool=pool, spread=spread, path=path, as_json=as_json)
+        return
+    run_profile(
         read_config(config_path, overrides),
-        placements=tuple(placement or ("colocated:2", "split:1+1")),
-        rates=tuple(rate or (0.5, 1.0, 2.0)),
-        seeds=tuple(seed or (0,)),
-        num_requests=requests,
-        prompt_tokens=_span(prompt_tokens, "--prompt-tokens"),
-        output_tokens=_span(output_tokens, "--output-tokens"),
-        folder=folder or Path(f"results/experiment-{datetime.now():%Y%m%d-%H%M%S}"),
+        pool=pool,
+        workers=workers,
+        seconds=seconds,
+        max_context=max_context,
+        cluster=cluster,
+        spread=spread,
+        cpu_time=cpu_time,
+        path=path,
         as_json=as_json,
     )
-    if any(record.error is not None for record in records):
-        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: baton anatomy llama-3.1-8b --gpu H100 --workload chat")
+def anatomy(
+    model: Annotated[
+        str,
+        typer.Argument(help="A known model (llama-3.1-8b, opt-13b, ...), demo, a folder, a config.json, or a hub id."),
+    ],
+    gpu: Annotated[str | None, typer.Option(help="A device by name, such as A100, H100, H200, L4, MI300X.")] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="So many of them share the weights.")] = 1,
+    peak_tflops: Annotated[float | None, typer.Option(help="Of a device that has no name here.")] = None,
+    bandwidth: Annotated[float | None, typer.Option(help="GB/s of its memory.")] = None,
+    memory: Annotated[float | None, typer.Option(help="GiB of its memory.")] = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each sequence of a decode batch.")] = 1024,
+    dtype: Annotated[str | None, typer.Option(help="Of the weights. Default: the model's own.")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="Of the KV cache. Default: that of the weights.")] = None,
+    workload: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="Lengths for KV memory: chat, code, ..., pagedattention, or a trace."),
+    ] = None,
+    slots: Annotated[int | None, typer.Option(min=16, help="Token slots of KV memory. Default: what fits.")] = None,
+    max_len: Annotated[
+        int | None, typer.Option(min=2, help="Longest request served. Default: the model's limit.")
+    ] = None,
+    measured: Annotated[
+        bool, typer.Option("--measure", help="Ask this machine's engine too; the model must be one it can run.")
+    ] = False,
+    folder: Annotated[Path | None, typer.Option("--out", help="Folder for anatomy.json and plots.")] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """The arithmetic of a request: KV bytes, weights, what fits, and what limits prefill and decode."""
+    from baton_cli.anatomy import chosen_device, chosen_lengths, run_anatomy
+    from baton_experiments.anatomy.report import Question
+
+    lengths, name = chosen_lengths(workload) if workload is not None else ((), "")
+    question = Question(
+        device=chosen_device(gpu, peak_tflops, bandwidth, memory),
+        gpus=gpus,
+        context=context,
+        weight_dtype=dtype,
+        kv_dtype=kv_dtype,
+        lengths=lengths,
+        lengths_name=name,
+        slots=slots,
+        max_len=max_len,
+    )
+    config = read_config(None, [*(overrides or []), f"model.source={model}"]) if measured else None
+    run_anatomy(model, question, measured=config, folder=folder, as_json=as_json)
+
+
+@app.command(
+    epilog="Example: baton plan --gpus 16 --profile a100.json --model opt-13b --workload chat --emit cluster.yaml"
+)
+def plan(
+    config_path: Annotated[
+        Path | None,
+        typer.Argument(help="Cluster description whose engine, transfer and router settings hold.", show_default=False),
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="The budget: no placement takes more.")] = 8,
+    profile: Annotated[
+        str, typer.Option(help="What steps take, from `baton profile` or published: a file or folder.", show_default=False)
+    ] = "",
+    model: Annotated[str | None, typer.Option(help="Of a profile that has several: its name or a part of it.")] = None,
+    hardware: Annotated[str | None, typer.Option(help="The same of the hardware.")] = None,
+    tp: Annotated[
+        list[int] | None, typer.Option(help="Tensor parallel degrees to try. Repeatable. Default: the profile's.")
+    ] = None,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="No worker is larger.")] = 8,
+    kv_tokens_per_gpu: Annotated[
+        int | None, typer.Option(min=1, help="That the KV cache holds, in place of what the profile says.")
+    ] = None,
+    link_gb_per_s: Annotated[float | None, typer.Option(help="Between workers. Default: the profile's, else 25.")] = None,
+    workload: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="chat, code, summarize, reasoning (chat/8: an eighth), or a trace."),
+    ] = None,
+    trace_format: Annotated[
+        str | None, typer.Option("--format", help="Of the trace or log. Default: told from the file.")
+    ] = None,
+    skip_malformed: Annotated[
+        bool, typer.Option("--skip-malformed", help="Leave a trace's malformed rows out, and count them.")
+    ] = False,
+    prompt_tokens: Annotated[
+        str | None, typer.Option(metavar="LOW-HIGH", help="Prompt lengths, without --workload.")
+    ] = None,
+    output_tokens: Annotated[
+        str | None, typer.Option(metavar="LOW-HIGH", help="Output lengths, without --workload.")
+    ] = None,
+    arrivals: Annotated[
+        str | None, typer.Option(help="poisson (default), gamma:CV, constant, or the trace's own times, scaled: trace.")
+    ] = None,
+    scale_prompt: Annotated[float, typer.Option(help="Multiply prompt lengths.")] = 1.0,
+    scale_output: Annotated[float, typer.Option(help="Multiply output lengths.")] = 1.0,
+    max_model_len: Annotated[int | None, typer.Option(min=2, help="Cut longer requests.")] = None,
+    slo_ttft: Annotated[float, typer.Option(help="Milliseconds to the first token.")] = 250.0,
+    slo_tbt: Annotated[float, typer.Option(help="Milliseconds between tokens.")] = 100.0,
+    attainment: Annotated[float, typer.Option(help="Share of the requests that must keep both.")] = 0.9,
+    definition: Annotated[
+        str, typer.Option(help="distserve: TTFT and the mean gap; per_token: each token by TTFT + i * TBT.")
+    ] = "distserve",
+    requests: Annotated[int, typer.Option(min=1, help="Judged at each rate.")] = 2000,
+    seed: Annotated[int, typer.Option(min=0, help="Of the work.")] = 0,
+    chunk_tokens: Annotated[
+        list[int] | None,
+        typer.Option(help="engine.max_batch_tokens to choose from. Repeatable. Default: as configured, or 512, 2048."),
+    ] = None,
+    candidate: Annotated[
+        list[str] | None, typer.Option(help="Only these: colocated:4, split:3+1, split:2xtp4+4xtp2. Repeatable.")
+    ] = None,
+    objective: Annotated[str, typer.Option(help="per-gpu: the highest goodput a GPU; total: of all.")] = "per-gpu",
+    confirm: Annotated[int, typer.Option(min=1, help="Most estimates to confirm by simulating the whole.")] = 6,
+    replay: Annotated[
+        Path | None, typer.Option(help="What attainment a recorded log had had: a trace, router log or records.csv.")
+    ] = None,
+    where: Annotated[
+        list[str] | None, typer.Option(metavar="COLUMN=VALUE", help="Only these rows of the log. Repeatable.")
+    ] = None,
+    first: Annotated[int | None, typer.Option(min=1, help="Only so many requests of the log.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes to simulate in.")] = 1,
+    emit: Annotated[Path | None, typer.Option(help="Write the winner as a cluster file.")] = None,
+    folder: Annotated[Path | None, typer.Option("--out", help="Folder of the result. Default: a new one.")] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Search prefill and decode counts, tensor parallelism and colocated placements for the highest goodput per GPU."""
+    from baton_cli.plan import Options, run_plan
+
+    signal.signal(signal.SIGTERM, interrupt)
+    if not profile:
+        raise ConfigError("--profile", "is needed: what steps take on the GPUs to plan for")
+    if objective not in ("per-gpu", "total"):
+        raise ConfigError("--objective", "is unknown", value=objective, allowed="per-gpu, total")
+    options = Options(
+        profile=profile,
+        gpus=gpus,
+        model=model,
+        hardware=hardware,
+        tps=tuple(tp or ()),
+        gpus_per_node=gpus_per_node,
+        kv_tokens_per_gpu=kv_tokens_per_gpu,
+        link_gb_per_s=link_gb_per_s,
+        workload=workload,
+        format=trace_format,
+        skip_malformed=skip_malformed,
+        prompt_tokens=None if prompt_tokens is None else _span(prompt_tokens, "--prompt-tokens"),
+        output_tokens=None if output_tokens is None else _span(output_tokens, "--output-tokens"),
+        arrivals=arrivals,
+        scale_prompt=scale_prompt,
+        scale_output=scale_output,
+        max_model_len=max_model_len,
+        slo_ttft=slo_ttft,
+        slo_tbt=slo_tbt,
+        attainment=attainment,
+        definition=definition,
+        requests=requests,
+        seed=seed,
+        chunks=tuple(chunk_tokens or ()),
+        candidates=tuple(candidate or ()),
+        objective="total" if objective == "total" else "per-gpu",
+        confirm=confirm,
+        replay=replay,
+        where=tuple(where or ()),
+        first=first,
+        jobs=jobs,
+        config=config_path,
+        overrides=tuple(overrides or ()),
+    )
+    folder = folder or Path(f"results/plan-{datetime.now():%Y%m%d-%H%M%S}")
+    raise typer.Exit(run_plan(options, folder=folder, emit=emit, as_json=as_json))
 
 
 def _form(json_schema: Path | None, regex: str | None, choice: list[str] | None) -> StructuredOutput | None:

@@ -1,187 +1,212 @@
-"""Runs placements against workloads on real clusters, and keeps one record per request.
+"""Runs a plan on an engine, point by point, into a journal; and collects from there what is done.
 
-All placements are up at once and take turns, point by point, so that a slow spell of the machine
-does not fall on one of them alone; an idle cluster costs next to nothing.
+    plan ─► schedule ─► for each group of settings: up ─► single requests ─► its points ─► journal
+                                                                               └─► `collect` ─► results
+
+A point that is in the journal is not run again. Whatever ends a run, Ctrl-C included, leaves whole points only.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import Any, Protocol
+from functools import cache
+from typing import Any
 
 import msgspec
+import numpy as np
 
-from baton.config import ClusterConfig, Secret, dump_config
-from baton.errors import BatonError, ConfigError
-from baton_cluster.ray_cluster import RayCluster, bundle
-from baton_cluster.ray_session import RaySession
-from baton_experiments.placement import num_workers, with_placement
-from baton_experiments.workloads import Lengths, PlannedRequest, synthetic
-from router.client import AsyncRouterClient
+from baton.errors import RequestFailedError
+from baton.step_log import StepRecord
+from baton_experiments.columns import Columns
+from baton_experiments.engine import Engine, Label, Stage
+from baton_experiments.goodput import LinearReference
+from baton_experiments.journal import ALONE, Journal, Played
+from baton_experiments.plan import Plan, Point, Setting
+from baton_experiments.records import RequestRecord, Run, Slo
+from baton_experiments.work import Work
+from baton_experiments.workloads import RequestShape
+from baton_experiments.workloads import plan as with_prompts
 
-
-class RequestRecord(msgspec.Struct):
-    """What one request experienced, as its client saw it. Times in milliseconds."""
-
-    placement: str
-    rate: float
-    seed: int
-    index: int
-    at_s: float
-    """Planned arrival since the start of the point."""
-    prompt_tokens: int
-    output_tokens: int
-    ttft_ms: float | None
-    latency_ms: float | None
-    tbt_ms: list[float]
-    """Gaps between consecutive tokens."""
-    stages_ms: dict[str, float]
-    residual_ms: float | None
-    prefill_worker: str
-    decode_worker: str
-    kv_bytes: int
-    error: str | None = None
+TTFT_SLACK = 5.0
+TBT_SLACK = 2.5
+"""The SLO where none is given: so many times what a request takes that has a cluster to itself."""
+ALONE_OUTPUT = 16
+"""Tokens of such a request, at most."""
+ALONE_LENGTHS = (0.25, 1.0, 1.0, 2.0)
+"""Prompts of such requests, as shares of the work's mean."""
 
 
-class Plan(msgspec.Struct, frozen=True):
-    """What to compare. `num_requests` per point, that is per placement, rate and seed."""
+class Watch:
+    """Who looks on. Does nothing; override what is of interest."""
 
-    placements: tuple[str, ...] = ("colocated:2", "split:1+1")
-    rates: tuple[float, ...] = (0.5, 1.0)
-    seeds: tuple[int, ...] = (0,)
-    num_requests: int = 20
-    lengths: Lengths = Lengths()
+    def say(self, text: str) -> None:
+        """A stage, in a line of text."""
 
-    def points(self) -> list[tuple[int, float, str]]:
-        """(seed, rate, placement), in the order in which they run: placements take turns."""
-        return [(seed, rate, placement) for seed in self.seeds for rate in self.rates for placement in self.placements]
+    def skip(self, point: Point, planned_s: float, took_s: float) -> None:
+        """A former run has done this point."""
 
+    def begin(self, point: Point, planned_s: float) -> None: ...
 
-class HasAddress(Protocol):
-    """A running cluster, as far as an experiment needs it."""
+    def on_record(self, record: RequestRecord) -> None:
+        """A request of the present point has ended."""
 
-    address: str
+    def end(self, point: Point, planned_s: float, took_s: float) -> None: ...
 
 
-OnRecord = Callable[[RequestRecord], None]
+class Collected(msgspec.Struct):
+    """What is done of a plan."""
+
+    records: list[RequestRecord]
+    steps: dict[Run, list[StepRecord]]
+    alone: list[RequestRecord]
+    """Of requests that had a cluster to themselves."""
+    missing: list[Point]
+
+    @property
+    def reference(self) -> LinearReference | None:
+        """What requests take that are alone."""
+        found = LinearReference.estimated([Columns.of(self.alone)]) if self.alone else None
+        return None if found is None else msgspec.structs.replace(found, source="requests that were alone in a cluster")
 
 
-def run(
-    config: ClusterConfig,
-    plan: Plan,
-    *,
-    vocab_size: int,
-    progress: Callable[[str], None],
-    on_record: OnRecord,
-    clusters: dict[str, HasAddress] | None = None,
-    session: RaySession | None = None,
-) -> list[RequestRecord]:
-    """Run every point of `plan`; `on_record` sees each record as it comes, so that Ctrl-C keeps what is done.
-
-    Placements found in `clusters` are used as they are and left running; others are started on
-    `session` (None: one of its own) and ended. Raises ConfigError if the placements differ in size.
-    """
-    require_equal_resources(plan.placements)
-    secret = config.security.secret
-    with ExitStack() as stack:
-        running = dict(clusters or {})
-        missing = [placement for placement in plan.placements if placement not in running]
-        if missing:
-            configs = {placement: with_placement(config, placement) for placement in missing}
-            if session is None:
-                cpus = sum(
-                    int(bundle(pool)["CPU"]) * pool.workers for c in configs.values() for pool in c.pools.values()
-                )
-                session = stack.enter_context(RaySession(config.ray, num_cpus=cpus, namespace=f"baton-{config.name}"))
-            for placement in missing:
-                progress(f"starting {placement}")
-                running[placement] = stack.enter_context(
-                    RayCluster(configs[placement], session=session, progress=progress)
-                )
-        records: list[RequestRecord] = []
-        for placement in plan.placements:
-            progress(f"warming up {placement}")
-            asyncio.run(_warm_up(running[placement].address, secret, placement, plan, vocab_size))
-        for seed, rate, placement in plan.points():
-            progress(f"{placement} at {rate:g} requests/s")
-            requests = synthetic(
-                rate=rate, num_requests=plan.num_requests, lengths=plan.lengths, vocab_size=vocab_size, seed=seed
-            )
-            label = {"placement": placement, "rate": rate, "seed": seed}
-            records += asyncio.run(_run_point(running[placement].address, secret, requests, label, on_record))
-        return records
+def run(plan: Plan, engine: Engine, journal: Journal, watch: Watch) -> None:
+    """Run every point that `journal` lacks. Raises what the engine raises; what is done is in the journal then."""
+    groups = engine.groups(plan.settings)
+    group_of = {setting: number for number, group in enumerate(groups) for setting in group}
+    done = journal.names
+    points = plan.schedule(groups)
+    for point in points:
+        if point.name in done:
+            watch.skip(point, planned_s(plan, point), journal.read(point.name).took_s)
+    for number, stretch in itertools.groupby(points, key=lambda point: group_of[point.setting]):
+        todo = [point for point in stretch if point.name not in done]
+        if not todo:
+            continue
+        wanted = {point.setting for point in todo}
+        with engine.up([setting for setting in groups[number] if setting in wanted], watch.say) as stage:
+            _note(plan, journal, stage)
+            for setting in groups[number]:
+                if setting in wanted and _alone_name(setting) not in journal.names:
+                    watch.say(f"single requests on {setting}")
+                    journal.keep(_alone_name(setting), _alone(plan, setting, engine, stage, journal))
+            for point in todo:
+                watch.begin(point, planned_s(plan, point))
+                played = _play(plan, point, engine, stage, journal, watch)
+                journal.keep(point.name, played)
+                watch.end(point, planned_s(plan, point), played.took_s)
 
 
-def require_equal_resources(placements: Sequence[str]) -> None:
-    """Raises ConfigError for a name that is no placement, and unless all have the same number of workers."""
-    for placement in placements:
-        with_placement(ClusterConfig(), placement)
-    sizes = {placement: num_workers(placement) for placement in placements}
-    if len(set(sizes.values())) > 1:
-        raise ConfigError(
-            "placements",
-            "use unequal resources, so the comparison would say nothing",
-            value=sizes,
-            allowed="equal sizes",
+def collect(plan: Plan, journal: Journal) -> Collected:
+    """All that is done of it."""
+    collected = Collected([], {}, [], [])
+    done = journal.names
+    for setting in plan.settings:
+        if _alone_name(setting) in done:
+            collected.alone += journal.read(_alone_name(setting)).records
+    for point in plan.schedule():
+        if point.name not in done:
+            collected.missing.append(point)
+            continue
+        played = journal.read(point.name)
+        collected.records += played.records
+        setting = point.setting
+        key = Run(setting.placement, setting.chunk_tokens, point.rate, point.seed, setting.engine)
+        collected.steps[key] = played.steps
+    return collected
+
+
+def derived_slo(reference: LinearReference | None, prompt_tokens: float) -> Slo | None:
+    """From what single requests take, of a prompt of the work's mean length; three digits. None without any."""
+    if reference is None:
+        return None
+    ttft = float(reference.ttft(np.array([round(prompt_tokens)]))[0])
+    return Slo(ttft_ms=_rounded(TTFT_SLACK * ttft), tbt_ms=_rounded(TBT_SLACK * max(reference.tbt_ms, 1e-6)))
+
+
+def planned_s(plan: Plan, point: Point) -> float:
+    """From the start of a point to its last arrival."""
+    return _last_arrival_s(plan.work, point.rate, point.seed, _num_played(plan))
+
+
+@cache
+def _last_arrival_s(work: Work, rate: float, seed: int, num_requests: int) -> float:
+    """Asked for time and again, and a trace is a file to read."""
+    shapes = work.of(rate=rate, seed=seed, num_requests=num_requests, max_model_len=1 << 30)
+    return max(shape.at_s for shape in shapes)
+
+
+def mean_lengths(plan: Plan, max_model_len: int) -> tuple[float, float]:
+    """Of prompts and outputs, in tokens, over all seeds."""
+    shapes = [
+        (shape.prompt_tokens, shape.output_tokens)
+        for seed in plan.seeds
+        for shape in plan.work.of(
+            rate=plan.rates[0], seed=seed, num_requests=_num_played(plan), max_model_len=max_model_len
         )
+    ]
+    prompt, output = np.mean(np.array(shapes), axis=0)
+    return float(prompt), float(output)
 
 
-def resolved(config: ClusterConfig, plan: Plan) -> dict[str, Any]:
-    """Configuration and plan as plain data, for the result file."""
-    return {"cluster": dump_config(config), "plan": msgspec.to_builtins(plan)}
+def _note(plan: Plan, journal: Journal, stage: Stage) -> None:
+    """What is known only once clusters are up. The longest request stays that of the first ones, so the work does."""
+    limit = journal.config.get("max_model_len") or stage.max_model_len
+    hardware = _merged(journal.config.get("hardware") or {}, stage.details)
+    workload = journal.config.get("workload") or [
+        plan.work.described(rate=plan.rates[0], seed=seed, num_requests=_num_played(plan), max_model_len=limit)
+        for seed in plan.seeds
+    ]
+    journal.note(max_model_len=limit, hardware=hardware, workload=workload)
 
 
-async def _warm_up(address: str, secret: Secret | None, placement: str, plan: Plan, vocab_size: int) -> None:
-    """As many requests at once as there are workers, not recorded: first steps pay for memory and connections."""
-    requests = synthetic(
-        rate=1, num_requests=num_workers(placement), lengths=plan.lengths, vocab_size=vocab_size, seed=-1
+def _num_played(plan: Plan) -> int:
+    return plan.num_requests + 2 * plan.num_ramp
+
+
+def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Workers of several groups of settings side by side."""
+    merged = dict(old)
+    for key, value in new.items():
+        before = merged.get(key)
+        merged[key] = before | value if isinstance(before, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _alone(plan: Plan, setting: Setting, engine: Engine, stage: Stage, journal: Journal) -> Played:
+    limit = journal.config["max_model_len"]
+    prompt, output = mean_lengths(plan, limit)
+    output_tokens = max(2, min(ALONE_OUTPUT, round(output), limit // 2))
+    shapes = [
+        RequestShape(0.0, max(1, min(round(share * prompt), limit - output_tokens)), output_tokens)
+        for share in ALONE_LENGTHS
+    ]
+    requests = list(with_prompts(shapes, vocab_size=engine.vocab_size, seed=0, salt="alone"))
+    started = time.monotonic()
+    records = stage.alone(setting, requests, Label(setting, rate=0.0, seed=0, first=0, end=len(requests)))
+    failed = next((record.error for record in records if record.error is not None), None)
+    if failed is not None:
+        raise RequestFailedError(f"{setting} cannot serve a single request: {failed}")
+    return Played(records, [], time.monotonic() - started)
+
+
+def _play(plan: Plan, point: Point, engine: Engine, stage: Stage, journal: Journal, watch: Watch) -> Played:
+    requests = plan.work.requests(
+        rate=point.rate,
+        seed=point.seed,
+        num_requests=_num_played(plan),
+        max_model_len=journal.config["max_model_len"],
+        vocab_size=engine.vocab_size,
     )
-    async with AsyncRouterClient(address, secret=secret) as client:
-        await asyncio.gather(*(client.generate(list(r.prompt), max_tokens=4, ignore_eos=True) for r in requests))
+    label = Label(point.setting, point.rate, point.seed, plan.num_ramp, plan.num_ramp + plan.num_requests)
+    started = time.monotonic()
+    records, steps = stage.play(point.setting, requests, label, watch.on_record)
+    return Played(records, list(steps), time.monotonic() - started)
 
 
-async def _run_point(
-    address: str, secret: Secret | None, requests: list[PlannedRequest], label: dict[str, Any], on_record: OnRecord
-) -> list[RequestRecord]:
-    start = time.monotonic()
+def _alone_name(setting: Setting) -> str:
+    return setting.file_name + ALONE
 
-    async def one(index: int, request: PlannedRequest, client: AsyncRouterClient) -> RequestRecord:
-        await asyncio.sleep(max(0.0, start + request.at_s - time.monotonic()))
-        record = RequestRecord(
-            **label,
-            index=index,
-            at_s=request.at_s,
-            prompt_tokens=len(request.prompt),
-            output_tokens=0,
-            ttft_ms=None,
-            latency_ms=None,
-            tbt_ms=[],
-            stages_ms={},
-            residual_ms=None,
-            prefill_worker="",
-            decode_worker="",
-            kv_bytes=0,
-        )
-        try:
-            done = await client.generate(list(request.prompt), max_tokens=request.max_tokens, ignore_eos=True)
-        except BatonError as e:
-            record.error = f"{e.code}: {e}"
-        else:
-            times = done.token_times
-            record.output_tokens = len(done.token_ids)
-            record.ttft_ms = None if done.ttft_s is None else done.ttft_s * 1e3
-            record.latency_ms = done.latency_s * 1e3
-            record.tbt_ms = [(b - a) * 1e3 for a, b in itertools.pairwise(times)]
-            record.stages_ms = {str(stage): s * 1e3 for stage, s in done.timeline.stages().items()}
-            record.residual_ms = None if done.residual_s is None else done.residual_s * 1e3
-            record.prefill_worker, record.decode_worker = done.prefill_worker, done.decode_worker
-            record.kv_bytes = done.kv_bytes
-        on_record(record)
-        return record
 
-    async with AsyncRouterClient(address, secret=secret) as client:
-        return list(await asyncio.gather(*(one(i, r, client) for i, r in enumerate(requests))))
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")

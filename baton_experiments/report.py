@@ -1,109 +1,114 @@
-"""From request records to a table, a summary and a plot. Reads records only; runs nothing."""
+"""The summary of an experiment for a terminal, and where numbers come from. Computes no statistics."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 from rich import box
+from rich.console import RenderableType
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
-from baton_experiments.experiment import RequestRecord
+from baton_experiments.words import number
 
-PERCENTILES = (50, 90, 99)
-
-
-def distribution(values: Sequence[float]) -> dict[str, float] | None:
-    """p50, p90, p99 and max of `values` (linear interpolation), in their unit; None for no values."""
-    if not values:
-        return None
-    points = np.percentile(np.asarray(values, dtype=np.float64), PERCENTILES)
-    return {**{f"p{p}": float(v) for p, v in zip(PERCENTILES, points, strict=True)}, "max": float(max(values))}
+_STATISTICS = ("p50", "p90", "p99", "max")
 
 
-def summarize(records: Iterable[RequestRecord]) -> list[dict[str, Any]]:
-    """One point per placement and rate, over its seeds.
-
-    `ttft_ms`, `tbt_ms` and `tpot_ms` (a request's mean gap) are distributions; `output_tokens_per_s` is
-    all tokens over the time from the first arrival to the last token, summed over seeds.
-    """
-    groups: dict[tuple[float, str], list[RequestRecord]] = defaultdict(list)
-    for record in records:
-        groups[record.rate, record.placement].append(record)
-    points = []
-    for (rate, placement), group in sorted(groups.items()):
-        good = [r for r in group if r.error is None]
-        points.append(
-            {
-                "placement": placement,
-                "rate": rate,
-                "seeds": sorted({r.seed for r in group}),
-                "requests": len(group),
-                "errors": len(group) - len(good),
-                "ttft_ms": distribution([r.ttft_ms for r in good if r.ttft_ms is not None]),
-                "tbt_ms": distribution([gap for r in good for gap in r.tbt_ms]),
-                "tpot_ms": distribution([float(np.mean(r.tbt_ms)) for r in good if r.tbt_ms]),
-                "output_tokens_per_s": _throughput(good),
-                "kv_bytes": sum(r.kv_bytes for r in good),
-            }
-        )
-    return points
+def tables(summary: dict[str, Any]) -> Iterable[RenderableType]:
+    """What `summarize` found: points, goodput under each definition, the verdict; and the notes, where it has some."""
+    yield points_table(summary["points"])
+    yield goodput_table(summary)
+    for at, sentence in enumerate(summary["verdict"]["sentences"]):
+        yield Padding(Text(sentence, style="" if at else "bold"), (0, 0, 0 if at else 1, 0))
+    for note in summary.get("notes", ()):
+        yield Text(note, style="dim")
 
 
-def _throughput(records: list[RequestRecord]) -> float | None:
-    seconds = 0.0
-    for seed in {r.seed for r in records}:
-        run = [r for r in records if r.seed == seed]
-        ends = [r.at_s + r.latency_ms / 1e3 for r in run if r.latency_ms is not None]
-        seconds += max(ends, default=0.0) - min((r.at_s for r in run), default=0.0)
-    return sum(r.output_tokens for r in records) / seconds if seconds > 0 else None
-
-
-def table(points: list[dict[str, Any]]) -> Table:
-    """The summary for a terminal."""
-    requests = sorted({point["requests"] for point in points})
-    counts = "/".join(map(str, requests))
+def points_table(points: list[dict[str, Any]]) -> Table:
+    """Latencies of each setting at each rate; of a placement with several chunk sizes the best is marked."""
+    counts = "/".join(map(str, sorted({point["requests"] for point in points})))
     title = f"TTFT and time between tokens (TBT), in ms; {counts} requests a row"
     result = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     result.add_column("rate\n/s", justify="right")
-    result.add_column("\nplacement", no_wrap=True)
+    has_chunks, has_engines = _columns_of_setting(result, points)
     for name in ("TTFT", "TBT"):
-        for statistic in ("p50", "p90", "p99", "max"):
+        for statistic in _STATISTICS:
             result.add_column(f"{name if statistic == 'p50' else ''}\n{statistic}", justify="right", no_wrap=True)
+    result.add_column("SLO\nkept", justify="right")
     result.add_column("tokens\n/s", justify="right")
-    for point in points:
-        cells = [f"{point['rate']:g}", point["placement"]]
+    for point in sorted(points, key=lambda p: p["rate"]):
+        cells = [f"{point['rate']:g}", *_setting(point, has_chunks, has_engines)]
         for name in ("ttft_ms", "tbt_ms"):
             values = point[name] or {}
-            cells += [f"{values[key]:.0f}" if key in values else "-" for key in ("p50", "p90", "p99", "max")]
+            cells += [_milliseconds(values.get(key)) for key in _STATISTICS]
         rate = point["output_tokens_per_s"]
-        result.add_row(*cells, f"{rate:.1f}" if rate else "-")
+        result.add_row(*cells, f"{point['goodput_share']:.0%}", f"{rate:,.1f}" if rate else "-")
     return result
 
 
-def comparisons(points: list[dict[str, Any]]) -> list[str]:
-    """What the table says in words: for each rate, placements by their longest gap and their median TTFT."""
-    lines = []
-    for rate in sorted({point["rate"] for point in points}):
-        group = [p for p in points if p["rate"] == rate and p["tbt_ms"] and p["ttft_ms"]]
-        if len(group) > 1:
-            gaps = sorted(group, key=lambda p: float(p["tbt_ms"]["max"]))
-            waits = sorted(group, key=lambda p: float(p["ttft_ms"]["p50"]))
-            lines.append(
-                f"at {rate:g}/s the longest pause between tokens was "
-                + ", ".join(f"{p['tbt_ms']['max']:.0f} ms with {p['placement']}" for p in gaps)
-                + "; the median first token came after "
-                + ", ".join(f"{p['ttft_ms']['p50']:.0f} ms with {p['placement']}" for p in waits)
-            )
-    return lines
+def goodput_table(summary: dict[str, Any]) -> Table:
+    """The rates that each setting reaches, at 90 and 99 % of the requests, one column a definition."""
+    slo = summary["slo"]
+    limits = f"TTFT {slo['ttft_ms']:g} ms, TBT {slo['tbt_ms']:g} ms"
+    result = Table(title=f"Goodput in requests/s at 90 | 99 %: {limits}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    rows = summary["goodput"]
+    has_chunks, has_engines = _columns_of_setting(result, rows)
+    names = list(dict.fromkeys(row["definition"] for row in rows))
+    for name in names:
+        result.add_column(f"\n{summary['definitions'][name]['label']}", justify="right")
+    result.add_column("95 % interval\nof DistServe's at 90 %", justify="right")
+    for row in (r for r in rows if r["definition"] == names[0]):
+        mine = {r["definition"]: r for r in rows if _key(r) == _key(row)}
+        cells = [" | ".join(rate_text(mine[name], share) for share in ("90", "99")) for name in names]
+        result.add_row(*_setting(row, has_chunks, has_engines), *cells, interval_text(row, "90"))
+    return result
+
+
+def rate_text(row: dict[str, Any], share: str) -> str:
+    """Of an entry of `goodput`: `1.42`, `>= 3` where the SLO was kept at every rate, `0` where at none."""
+    return f"{'>= ' if row['at_least'][share] else ''}{number(row['rate'][share])}"
+
+
+def interval_text(row: dict[str, Any], share: str) -> str:
+    if row["interval"][share] is None:
+        return "-"
+    low, high = row["interval"][share]
+    return f"{number(low)} to {number(high) if high is not None else 'more than tried'}"
+
+
+def _columns_of_setting(table: Table, rows: list[dict[str, Any]]) -> tuple[bool, bool]:
+    """Adds those that `_setting` fills: chunk size and engine only where there are any."""
+    chunks, engines = any(row["chunk_tokens"] for row in rows), len({row["engine"] for row in rows}) > 1
+    table.add_column("\nplacement", no_wrap=True)
+    if chunks:
+        table.add_column("\nchunk", justify="right")
+    if engines:
+        table.add_column("\nengine")
+    return chunks, engines
+
+
+def _setting(row: dict[str, Any], has_chunks: bool, has_engines: bool) -> list[str]:
+    cells = [row["placement"]]
+    if has_chunks:
+        chunk = "" if row["chunk_tokens"] is None else str(row["chunk_tokens"])
+        cells.append(f"{chunk}{'*' if chunk and row['best'] else ''}")
+    return [*cells, row["engine"]] if has_engines else cells
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["placement"], row["chunk_tokens"], row["engine"]
+
+
+def _milliseconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1f}" if value < 10 else f"{value:.0f}"
 
 
 def environment() -> dict[str, Any]:
@@ -133,23 +138,3 @@ def _cpu_name() -> str:
     except OSError:
         return platform.processor()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
-def write_results(folder: Path, records: list[RequestRecord], resolved: dict[str, Any]) -> Path:
-    """`records.jsonl`, `summary.json` and, where matplotlib is installed, `latency.png`. Returns the summary."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "records.jsonl").open("w", encoding="utf-8") as file:
-        for record in records:
-            file.write(json.dumps(msgspec.to_builtins(record)) + "\n")
-    points = summarize(records)
-    summary = folder / "summary.json"
-    summary.write_text(
-        json.dumps({"points": points, "config": resolved, "environment": environment()}, indent=1), encoding="utf-8"
-    )
-    try:
-        from baton_experiments.plot import plot_latency
-    except ImportError:
-        return summary  # plots need the extra `demo`
-    if any(record.error is None for record in records):
-        plot_latency(records, folder / "latency.png")
-    return summary

@@ -1,0 +1,216 @@
+"""Study: the records of an experiment, grouped by setting and rate, with what every statistic of them shares.
+
+Pure. Must not know how results are shown.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from baton.step_log import StepRecord
+from baton_experiments.bootstrap import Bootstrap, Interval
+from baton_experiments.columns import Columns, Floats, Ints
+from baton_experiments.goodput import (
+    DEFINITIONS,
+    SLOWDOWNS,
+    LinearReference,
+    Reference,
+    crossings,
+    goodput,
+    slowdowns,
+    splitwise_slack,
+)
+from baton_experiments.records import RequestRecord, Run, Slo
+
+Steps = Mapping[Run, Sequence[StepRecord]]
+"""The steps of each run. Clocks of runs that were simulated all begin at 0, so a step alone does not tell its run."""
+
+MAIN = "distserve"
+"""The definition that the verdict goes by."""
+SHARE = 0.9
+"""Of the requests that must meet the SLO, for the verdict."""
+_NEVER = 1e9
+"""The slowdown of a request that failed, where arithmetic needs a number."""
+
+
+class Setting(NamedTuple):
+    placement: str
+    chunk_tokens: int | None = None
+    engine: str = ""
+
+    def __str__(self) -> str:
+        chunk = "" if self.chunk_tokens is None else f" in chunks of {self.chunk_tokens}"
+        return f"{self.placement}{chunk}{f' on {self.engine}' if self.engine else ''}"
+
+
+class GoodputEstimate(NamedTuple):
+    rate: float
+    at_least: bool
+    interval: tuple[float, float | None] | None
+    """95 %. An end of None: some replicates keep the SLO at every rate that was tried. None: not to be told."""
+    replicates: Floats
+    """Infinite where the SLO is never missed."""
+
+
+class Study:
+    """`records`: of any settings, rates and seeds; warm-up is left out. See `summary.summarize` for the arguments."""
+
+    def __init__(
+        self,
+        records: Iterable[RequestRecord],
+        slo: Slo,
+        *,
+        steps: Steps | None = None,
+        kv_blocks: Mapping[str, int] | None = None,
+        reference: Reference | None = None,
+        replicates: int = 1000,
+    ):
+        groups: dict[tuple[Setting, float], list[RequestRecord]] = defaultdict(list)
+        played: dict[tuple[float, int], set[int]] = defaultdict(set)
+        self.windows: dict[Run, tuple[float, float]] = {}
+        """Between the first and the last measured arrival of each run, on its router's clock."""
+        self.num_warmup = 0
+        for record in records:
+            if record.warmup:
+                self.num_warmup += 1
+                continue
+            setting = Setting(record.placement, record.chunk_tokens, record.engine)
+            groups[setting, record.rate].append(record)
+            played[record.rate, record.seed].add(record.index)
+            if record.received_s is not None:
+                first, last = self.windows.get(record.run, (record.received_s, record.received_s))
+                self.windows[record.run] = min(first, record.received_s), max(last, record.received_s)
+        self.slo = slo
+        self.steps: Steps = steps or {}
+        self.kv_blocks = dict(kv_blocks or {})
+        self.records = dict(sorted(groups.items(), key=lambda item: (_order(item[0][0]), item[0][1])))
+        """By setting and rate."""
+        self.columns = {key: Columns.of(group) for key, group in self.records.items()}
+        self.settings = list(dict.fromkeys(setting for setting, _ in self.columns))
+        self.bootstrap = Bootstrap(played, replicates=replicates)
+        self.units: dict[tuple[Setting, float], Ints] = {
+            (setting, rate): self.bootstrap.units(rate, c.seed, c.index) for (setting, rate), c in self.columns.items()
+        }
+        self._given_reference = reference
+        self.goodput_of = cache(self._goodput_of)
+        self.share_replicates = cache(self._share_replicates)
+        self.quantile_replicates = cache(self._quantile_replicates)
+
+    # --- what there is ------------------------------------------------------------------------------
+
+    def rates(self, setting: Setting) -> list[float]:
+        return [rate for other, rate in self.columns if other == setting]
+
+    def common_rates(self, *settings: Setting) -> list[float]:
+        """Of all of them, in order."""
+        shared = set.intersection(*(set(self.rates(setting)) for setting in settings))
+        return sorted(shared)
+
+    @cached_property
+    def reference(self) -> Reference | None:
+        """The one given, or an estimate over all placements at the lowest rate."""
+        if self._given_reference is not None or not self.columns:
+            return self._given_reference
+        lowest = min(rate for _, rate in self.columns)
+        return LinearReference.estimated([c for (_, rate), c in self.columns.items() if rate == lowest])
+
+    # --- attainment and goodput ---------------------------------------------------------------------
+
+    def kept(self, setting: Setting, rate: float, definition: str) -> float:
+        """The share of requests that meet the SLO; for `splitwise` the least slack of the nine, kept if >= 1."""
+        columns, good = self.columns[setting, rate], DEFINITIONS[definition].good
+        if good is not None:
+            return float(good(columns, self.slo).mean())
+        if self.reference is None:
+            return float("nan")
+        return min(splitwise_slack(columns, self.reference).values())
+
+    def _share_replicates(self, setting: Setting, rate: float, definition: str) -> Floats:
+        """`kept` in each replicate."""
+        columns, good, units = self.columns[setting, rate], DEFINITIONS[definition].good, self.units[setting, rate]
+        if good is not None:
+            return self.bootstrap.means([good(columns, self.slo)], units)[:, 0]
+        if self.reference is None:
+            return np.full(len(self.bootstrap.weights), np.nan)
+        failed = np.flatnonzero(~columns.done)
+        rows = {
+            "ttft": np.flatnonzero(columns.done),
+            "e2e": np.flatnonzero(columns.done),
+            "tbt": np.flatnonzero(columns.done & (columns.num_gaps() > 0)),
+        }
+        least = np.full(len(self.bootstrap.weights), np.inf)
+        for name, values in slowdowns(columns, self.reference).items():
+            values = np.concatenate([values, np.full(len(failed), _NEVER)])
+            limits = SLOWDOWNS[name]
+            found = self.bootstrap.quantiles(
+                values, units[np.concatenate([rows[name], failed])], [p / 100 for p in limits]
+            )
+            for row, limit in zip(found, limits.values(), strict=True):
+                least = np.fmin(least, limit / np.maximum(row, 1e-12))
+        return np.where(np.isinf(least), np.nan, least)
+
+    def _goodput_of(self, setting: Setting, definition: str = MAIN, share: float = 0.9) -> GoodputEstimate:
+        threshold = 1.0 if DEFINITIONS[definition].good is None else share
+        rates = self.rates(setting)
+        point = goodput({rate: self.kept(setting, rate, definition) for rate in rates}, threshold)
+        table = np.column_stack([self.share_replicates(setting, rate, definition) for rate in rates])
+        replicates = crossings(np.array(rates), table, threshold)
+        interval: tuple[float, float | None] | None = None
+        if self.bootstrap.num_units >= 3:
+            ordered = np.sort(replicates)  # percentiles by rank: no arithmetic between infinities
+            low, high = (float(ordered[round(q * (len(ordered) - 1))]) for q in (0.025, 0.975))
+            interval = (min(low, rates[-1]), None if np.isinf(high) else high)
+        return GoodputEstimate(point.rate, point.at_least, interval, replicates)
+
+    def goodput_difference(self, a: Setting, b: Setting, definition: str = MAIN, share: float = 0.9) -> Floats:
+        """Replicates of the goodput of `a` less that of `b`, on the same draws. Never missed: the highest rate."""
+        top = {s: max(self.rates(s)) for s in (a, b)}
+        one, other = (np.minimum(self.goodput_of(s, definition, share).replicates, top[s]) for s in (a, b))
+        difference: Floats = one - other
+        return difference
+
+    # --- latencies ----------------------------------------------------------------------------------
+
+    def _quantile_replicates(self, setting: Setting, rate: float, name: str, share: float) -> Floats:
+        values, rows = self.columns[setting, rate].select(name)
+        found: Floats = self.bootstrap.quantiles(values, self.units[setting, rate][rows], [share])[0]
+        return found
+
+    def quantile(self, setting: Setting, rate: float, name: str, share: float) -> float | None:
+        """Of `ttft`, `tbt`, `tpot` or `latency`, in ms; None where there is no value."""
+        values, _ = self.columns[setting, rate].select(name)
+        return float(np.quantile(values, share)) if values.size else None
+
+    def quantile_difference(self, a: Setting, b: Setting, rate: float, name: str, share: float) -> Interval | None:
+        """95 % interval of that of `a` less that of `b`, on the same draws."""
+        one, other = (self.quantile_replicates(s, rate, name, share) for s in (a, b))
+        return self.bootstrap.interval(one - other)
+
+    # --- the best chunk size ------------------------------------------------------------------------
+
+    @cached_property
+    def best(self) -> dict[tuple[str, str], Setting]:
+        """Of each (engine, placement) its setting of the highest goodput, then of the shortest p99 gap at the highest
+        rate that all its settings ran at; equal ones by the smaller chunk."""
+        choices: dict[tuple[str, str], list[Setting]] = defaultdict(list)
+        for setting in self.settings:
+            choices[setting.engine, setting.placement].append(setting)
+        return {key: min(settings, key=lambda s: self.rank(s, settings)) for key, settings in choices.items()}
+
+    def rank(self, setting: Setting, rivals: Sequence[Setting]) -> tuple[Any, ...]:
+        """The least is the best, among settings of one engine."""
+        found = self.goodput_of(setting)
+        common = self.common_rates(*rivals)
+        pause = self.quantile(setting, common[-1], "tbt", 0.99) if common else None
+        lowest = self.kept(setting, common[0], MAIN) if common and found.rate == 0 else 0.0
+        # Where all miss the SLO everywhere, the one that misses it least.
+        return (-found.rate, -lowest, float("inf") if pause is None else pause, setting.chunk_tokens or 0)
+
+
+def _order(setting: Setting) -> tuple[str, str, int]:
+    return setting.engine, setting.placement, setting.chunk_tokens or 0
