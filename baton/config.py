@@ -173,6 +173,8 @@ class EngineConfig(_Section, frozen=True):
     admitted than decode within it. Learned from the steps that ran; None: only the budgets above count."""
     log_steps: bool = False
     """Log each step's plan and its reasons, whatever `log_level` is."""
+    record_steps: bool = False
+    """Keep what each step was and what it took (`baton.step_log`), for who takes it from the cluster's handle."""
     model_impl: Literal["auto", "baton", "transformers"] = "auto"
     """What computes the model: `baton`, Baton's own decoder; `transformers`, its module with Baton's attention, slower;
     `auto`: Baton's where it has the architecture."""
@@ -291,6 +293,37 @@ class HttpConfig(_Section, frozen=True):
     """Serve the page `/ui`."""
 
 
+class PlannerConfig(_Section, frozen=True):
+    """Prefill workers become decode workers, and the other way round, as the traffic changes (`router.role_planner`).
+
+    A phase's load is the share of its workers that the work for it takes; above 1 they cannot keep up.
+    """
+
+    enabled: bool = False
+    interval_s: Seconds = 2.0
+    """How often it looks."""
+    smoothing_s: Seconds = 20.0
+    """What was seen so long ago counts a third of what is seen now. Shorter: sooner, and on weaker evidence."""
+    horizon_s: Seconds = 10.0
+    """Within so long prefill should have computed the prompts that wait, beside those that come meanwhile."""
+    high: Annotated[float, msgspec.Meta(gt=0, le=10)] = 0.85
+    """A phase with this load or more gets a worker, ..."""
+    low: Annotated[float, msgspec.Meta(gt=0, le=10)] = 0.5
+    """... if the other one has this load or less, and stays below `high` without it."""
+    dwell_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 120.0
+    """So long a worker keeps the role that it has."""
+    cooldown_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 60.0
+    """So long nothing is changed after a change has ended."""
+    max_changes_per_minute: PositiveInt = 2
+    """Whatever the load does."""
+    min_prefill: PositiveInt = 1
+    """Prefill workers that are left in any case."""
+    min_decode: PositiveInt = 1
+    give_up_s: Seconds = 600.0
+    """A change that takes longer is given up, and its worker gets requests again. Most of that time the worker finishes
+    the requests that it has."""
+
+
 class TracingConfig(_Section, frozen=True):
     """OpenTelemetry spans of requests; needs the extra `otel`."""
 
@@ -332,6 +365,7 @@ class ClusterConfig(_Section, frozen=True):
     transfer: TransferConfig = TransferConfig()
     router: RouterConfig = RouterConfig()
     http: HttpConfig = HttpConfig()
+    planner: PlannerConfig = PlannerConfig()
     tracing: TracingConfig = TracingConfig()
     liveness: LivenessConfig = LivenessConfig()
     ray: RayConfig = RayConfig()
@@ -371,7 +405,7 @@ FIXED_BLOCK_TRANSPORTS = ("shm", "gloo", "nccl", "nixl", "cuda-ipc")
 ENCODING_TRANSPORTS = ("auto", "zmq+tcp", "zmq+ipc")
 """They can send encoded blocks."""
 
-_ROLES = ("prefill", "decode", "both")
+_ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 
 
 def load_config(path: str | Path | None = None, overrides: dict[str, Any] | None = None) -> ClusterConfig:
@@ -520,6 +554,7 @@ def _check_consistency(config: ClusterConfig) -> None:
                 raise ConfigError(f"pools.{name}.device", problem, value=pool.device, allowed="cuda")
     _check_formats(config)
     _check_http(config)
+    _check_planner(config)
     if config.security.secret is not None and transport in UNENCRYPTED_TRANSPORTS and config.ray.address:
         raise ConfigError(
             "transfer.transport",
@@ -547,6 +582,48 @@ def _check_http(config: ClusterConfig) -> None:
             "everybody out",
             allowed=f"at least one key (or {API_KEY_VARIABLE}), http.host: 127.0.0.1, or http.enabled: false",
         )
+
+
+def _check_planner(config: ClusterConfig) -> None:
+    """A worker that changes its role starts anew in the other pool, with what it has there."""
+    planner = config.planner
+    if not planner.enabled:
+        return
+    if planner.low >= planner.high:
+        raise ConfigError(
+            "planner.low",
+            f"must be below planner.high, {planner.high:g}, or workers would change there and back",
+            value=planner.low,
+            allowed=f"< {planner.high:g}",
+        )
+    names: dict[Role, list[str]] = {role: [] for role in _ROLES}
+    for name, pool in config.pools.items():
+        if pool.workers or config.role_of(name) != "both":
+            names[config.role_of(name)].append(name)
+    if names["both"] or len(names["prefill"]) != 1 or len(names["decode"]) != 1:
+        raise ConfigError(
+            "planner.enabled",
+            f"needs one pool of each role, and these are prefill: {', '.join(names['prefill']) or 'none'}; "
+            f"decode: {', '.join(names['decode']) or 'none'}; both: {', '.join(names['both']) or 'none'}",
+            value=True,
+            allowed="one prefill pool, one decode pool and no workers of role both, or planner.enabled: false",
+        )
+    (prefill,), (decode,) = names["prefill"], names["decode"]
+    one, other = config.pools[prefill], config.pools[decode]
+    for key in ("device", "gpus", "cores", "resources"):
+        if getattr(one, key) != getattr(other, key):
+            raise ConfigError(
+                "planner.enabled",
+                f"needs pools whose workers have the same resources: pools.{prefill}.{key} is {getattr(one, key)}, "
+                f"pools.{decode}.{key} is {getattr(other, key)}",
+                value=True,
+                allowed=f"the same {key} for both, or planner.enabled: false",
+            )
+    for pool, key in ((one, "min_prefill"), (other, "min_decode")):
+        least = getattr(planner, key)
+        if pool.workers < least:
+            problem = f"is more than the workers of that pool, {pool.workers}"
+            raise ConfigError(f"planner.{key}", problem, value=least, allowed=f"1 to {pool.workers}")
 
 
 def is_loopback(host: str) -> bool:

@@ -184,6 +184,10 @@ class LoadReport(Message, frozen=True, tag=15):
     """What a prompt token takes lately, beside the decodes of its step; 0: none was measured yet."""
     num_preemptions: Count = 0
     """Times a request gave its blocks up for another, to compute them again later."""
+    num_uncredited: Count = 0
+    """Of the waiting requests, those that wait for a decode worker to have blocks for them."""
+    num_uncredited_tokens: Count = 0
+    """Of the pending tokens, theirs."""
 
 
 class PrefixNews(Message, frozen=True, tag=28):
@@ -237,13 +241,13 @@ class Abort(Message, frozen=True, tag=22):
     key: RequestKey
 
 
-class TokenOut(NamedTuple):
+class TokenOut(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """One sampled token. `index` counts output tokens from 0 over all attempts."""
 
     request_id: RequestId
     attempt: Count
     sample: Count
-    index: Count  # type: ignore[assignment]  # shadows tuple.index, which nobody calls here
+    index: Count
     token: TokenId
     finish: FinishReason | None
 
@@ -265,7 +269,7 @@ class LogprobsOut(NamedTuple):
     request_id: RequestId
     attempt: Count
     sample: Count
-    index: Count  # type: ignore[assignment]
+    index: Count  # type: ignore[assignment]  # shadows tuple.index, which nobody calls here
     token: TokenLogprobs | None
     prompt: PromptLogprobs | None = None
 
@@ -524,6 +528,8 @@ class Status(Message, frozen=True, tag=39):
     """Where the router serves HTTP; empty: nowhere."""
     num_queued: Count = 0
     """Of the open requests, those that wait in the router's queue."""
+    planner: str = ""
+    """What the role planner sees or does, in words; empty: there is none."""
 
 
 class Alive(Message, frozen=True, tag=40):

@@ -44,6 +44,7 @@ def status_data(status: Status, address: str) -> dict[str, Any]:
         "router_incarnation": status.router_incarnation,
         "requests": status.num_requests,
         "queued_requests": status.num_queued,
+        "planner": status.planner or None,
         "workers": [
             {
                 "worker_id": w.info.worker_id,
@@ -107,6 +108,8 @@ def status_table(status: Status, address: str) -> Table:
     table.caption = f"model {status.model}{place}; KV free: blocks of the pool; queue: requests waiting + running"
     if status.num_queued:
         table.caption += f"; {status.num_queued} more wait in the router"
+    if status.planner:
+        table.caption += f"\nrole planner: {status.planner}"
     return table
 
 

@@ -39,6 +39,8 @@ def gpu_link_bytes(config: ClusterConfig, pool: str, block_bytes: int) -> int:
         return 0
     others = {name: other.workers for name, other in config.pools.items() if config.role_of(name) != "decode"}
     num_links = sum(others.values()) - (role == "both")
+    if config.planner.enabled:  # all others may become prefill workers
+        num_links = sum(other.workers for other in config.pools.values()) - 1
     match config.transfer.transport_kind:
         case "nccl":
             return num_links * NUM_SCRATCH * blocks_per_batch(NCCL_MESSAGE_BYTES, block_bytes) * block_bytes

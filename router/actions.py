@@ -7,6 +7,7 @@ message for a former life is never delivered to the next one.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 import msgspec
 
@@ -25,7 +26,7 @@ class SendWorker(msgspec.Struct, frozen=True):
     message: ToWorker
 
 
-class NewTokens(msgspec.Struct, frozen=True):
+class NewTokens(msgspec.Struct, frozen=True, gc=False):
     """A sample's next tokens, in order, each exactly once."""
 
     client: ClientId
@@ -37,6 +38,17 @@ class NewTokens(msgspec.Struct, frozen=True):
     """One per token if the request wants them, else empty."""
     prompt_logprobs: PromptLogprobs | None = None
     """With the first token of sample 0, if the request wants them."""
+
+
+class StreamedTokens(msgspec.Struct, frozen=True, gc=False):
+    """The next token of each of several requests, of one message; only for drivers that ask for it (`RouterCore`).
+
+    What `NewTokens` would say of each: its `owner` has client, label and request id.
+    """
+
+    requests: list[Any]
+    """`router.request.RoutedRequest`, to be read."""
+    tokens: list[int]
 
 
 class SampleDone(msgspec.Struct, frozen=True):
@@ -89,4 +101,4 @@ class LedgerDone(msgspec.Struct, frozen=True):
     message: ClusterLedger
 
 
-RouterAction = SendWorker | NewTokens | SampleDone | RequestDone | RequestFailed | LedgerDone
+RouterAction = SendWorker | NewTokens | StreamedTokens | SampleDone | RequestDone | RequestFailed | LedgerDone

@@ -115,8 +115,10 @@ def check_size(num_prompt: int, max_tokens: int, *, view: ClusterView, policy: P
     total = num_prompt + max_tokens
     if num_prompt > MAX_PROMPT_TOKENS:
         raise RequestTooLargeError(f"prompt of {num_prompt} tokens, at most {MAX_PROMPT_TOKENS} travel", field="prompt")
+    if policy.fits_somewhere(Demand(num_prompt, total), view):
+        return
     capacity = policy.capacity(view)
-    if capacity is None or policy.fits_somewhere(Demand(num_prompt, total), view):
+    if capacity is None:
         return
     field = "prompt" if num_prompt >= min(capacity.max_model_len, capacity.tokens) else "max_tokens"
     asked = f"prompt of {num_prompt} tokens + max_tokens {max_tokens} = {total} tokens"

@@ -10,8 +10,9 @@ from collections import Counter
 
 from baton.config import ClusterConfig
 from baton.protocol import AttemptFailed, HandoffDone, HandoffRefused, RequestKey, Tokens
+from router.actions import NewTokens, StreamedTokens
 from router.lifecycle import Actions, Lifecycle
-from router.request import RoutedRequest, State
+from router.request import NOTHING, RoutedRequest, State
 from router.view import WorkerView
 
 HANDOFF_CODES = frozenset(("transfer", "peer_lost"))
@@ -21,19 +22,20 @@ HANDOFF_CODES = frozenset(("transfer", "peer_lost"))
 class AttemptEvents:
     """Of all open requests. Events of former attempts, or of workers that take no part in one, change nothing."""
 
-    def __init__(self, config: ClusterConfig, life: Lifecycle):
+    def __init__(self, config: ClusterConfig, life: Lifecycle, *, bundles: bool = False):
         self.handoffs: Counter[str] = Counter(done=0, refused=0, failed=0)
         """Hand-overs by what became of them; one that was refused may have gone to another worker."""
         self.num_handoff_blocks = 0
         self.num_timeouts = 0
         """Requests whose time was over before they ended."""
+        self._bundles = bundles
         self._life = life
         self._book = life.book
         self._timeout_s = config.liveness.timeout_s
         self._request_timeout_s = config.router.request_timeout_s
 
     def on_tokens(self, worker: WorkerView, message: Tokens, now: float, out: Actions) -> None:
-        requests, life = self._book.by_id, self._life
+        requests, first, life = self._book.by_id, self._book.first, self._life
         for request_id, attempt, sample, marks, cached_tokens in message.marks:
             request = requests.get((request_id, sample))
             if request is not None and request.attempt == attempt:
@@ -42,8 +44,30 @@ class AttemptEvents:
                     request.cached_tokens = cached_tokens
         logprobs = {entry[:4]: entry for entry in message.logprobs} if message.logprobs else {}
         touched: list[RoutedRequest] = []
-        for request_id, attempt, sample, index, token, finish in message.tokens:
-            request = requests.get((request_id, sample))
+        streamed: list[RoutedRequest] = []
+        news: list[int] = []
+        bundles = self._bundles
+        for row in message.tokens:
+            sample, index = row.sample, row.index
+            request = requests.get((row.request_id, sample)) if sample else first.get(row.request_id)
+            if (
+                request is not None
+                and index == request.plain_next
+                and request.attempt == row.attempt
+                and worker is request.streams_from
+                and row.finish is None
+            ):  # nearly every token there is; what follows would do the same
+                token = row.token
+                request.tokens.append(token)
+                request.plain_next = index + 1 if index + 1 < request.plain_end else NOTHING
+                if bundles:
+                    streamed.append(request)
+                    news.append(token)
+                else:
+                    owner = request.owner
+                    out.append(NewTokens(owner.client, owner.label, owner.request_id, (token,), sample))
+                continue
+            request_id, attempt = row.request_id, row.attempt
             if request is None or request.attempt != attempt:
                 life.abort(worker, RequestKey(request_id, attempt, sample), out)
                 continue
@@ -61,23 +85,17 @@ class AttemptEvents:
                     life.dispatch.breakers.on_success(worker.worker_id, now)
             if not request.touched:
                 request.touched = True
+                request.plain_next = NOTHING
                 touched.append(request)
-            if (
-                index == len(request.tokens)
-                and index < request.plain_end
-                and finish is None
-                and not (request.finish or request.held or request.failed)
-            ):  # nearly every token there is; `take` would do the same
-                request.tokens.append(token)
-                request.fresh.append(token)
-            elif logprobs:
-                request.take(index, token, finish, logprobs.get((request_id, attempt, sample, index)))
-            else:
-                request.take(index, token, finish)
+            about = logprobs.get((request_id, attempt, sample, index)) if logprobs else None
+            request.take(index, row.token, row.finish, about)
+        if streamed:
+            out.append(StreamedTokens(streamed, news))
         for request in touched:
             request.touched = False
             if request.state is State.ENDED:
                 continue  # with another sample of its request, a moment ago
+            request.expect(worker)
             if request.fresh:
                 life.deliver(request, out)
             if request.finish is not None:

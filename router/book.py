@@ -21,6 +21,8 @@ class RequestBook:
 
     def __init__(self, view: ClusterView):
         self.by_id: dict[SampleId, RoutedRequest] = {}
+        self.first: dict[str, RoutedRequest] = {}
+        """Those of sample 0, by request id: of most requests the only one, and found faster."""
         self.timers: dict[SampleId, float] = {}
         """At most one per sample: parked, settling, or running with a gap in its tokens."""
         self.wake_at = math.inf
@@ -40,6 +42,8 @@ class RequestBook:
         for request in owner.samples:
             assert request.id not in self.by_id, "request ids are minted once"
             self.by_id[request.id] = request
+            if request.sample == 0:
+                self.first[owner.request_id] = request
             if request.ends_at is not None:
                 heapq.heappush(self._ends, (request.ends_at, request.id))
         self._by_client.setdefault(owner.client, {})[owner.label] = owner
@@ -47,6 +51,8 @@ class RequestBook:
     def remove(self, request: RoutedRequest) -> None:
         """The sample has ended; its client's request leaves with its last one."""
         del self.by_id[request.id]
+        if request.sample == 0:
+            del self.first[request.id[0]]
         self.timers.pop(request.id, None)
         if len(self._ends) > 2 * len(self.by_id) + MAX_STALE:
             self._ends = [end for end in self._ends if end[1] in self.by_id]
@@ -179,6 +185,7 @@ class RequestBook:
         """Assert that all indexes agree and that every worker is charged exactly for what is open on it."""
         listed = [request for owner in self.owners() for request in owner.open_samples()]
         assert len(listed) == len(self.by_id) and all(self.by_id[r.id] is r for r in listed)
+        assert self.first == {r.id[0]: r for r in listed if r.sample == 0}
         assert all(owner.num_open == len(owner.open_samples()) > 0 for owner in self.owners()), "ends with its samples"
         assert all(self._by_client.values()), "a client without open requests is forgotten"
         assert set(self.timers) <= set(self.by_id), "timers of ended requests"

@@ -52,6 +52,7 @@ from router.policy import PlacementPolicy
 from router.prefix_index import PromptHashes
 from router.records import MAX_RECORDS, RequestRecord, record_of
 from router.request import ClientRequest, RoutedRequest, State, TokenWatch
+from router.roles import Roles
 from router.view import ClusterView, WorkerView
 
 
@@ -59,8 +60,15 @@ class RouterCore:
     """All requests of one router. Every `on_*` returns the actions it causes, in the order to do them."""
 
     def __init__(
-        self, config: ClusterConfig, *, router_incarnation: str, fingerprint: str | None = None, clock: str = ""
+        self,
+        config: ClusterConfig,
+        *,
+        router_incarnation: str,
+        fingerprint: str | None = None,
+        clock: str = "",
+        bundles: bool = False,
     ):
+        """`bundles`: tokens of which nothing else is to be told come as `StreamedTokens` where they can."""
         self.view = ClusterView(config.router.max_handoffs)
         self.num_dropped = 0
         """Messages of former or unknown lives, or that contradict themselves."""
@@ -72,14 +80,18 @@ class RouterCore:
         """Its driver is about to end: whoever asks is told to go elsewhere (`on_stopping`)."""
         self.num_refused = 0
         """Requests that were not let in, those displaced from the queue included."""
+        self.arrived_tokens = 0
+        """Of the prompts of all requests that were let in."""
         self._num_arrived = 0
         self._policy = PlacementPolicy(config)
         self._clock = clock
         self._membership = Membership(fingerprint)
         self._life = Lifecycle(config, self.view, self._policy)
         self._book = self._life.book
-        self.attempts = AttemptEvents(config, self._life)
+        self.attempts = AttemptEvents(config, self._life, bundles=bundles)
         """What workers told of attempts, and what was counted of it."""
+        self.roles = Roles(config, self.view, self._life.dispatch.queue) if config.planner.enabled else None
+        """Who should change between prefill and decode; None: nobody does."""
         self._timeout_s = config.liveness.timeout_s
         self._questions = LedgerQuestions(config.name, self.view, self._book, self._timeout_s)
         self._beat_at = math.inf
@@ -164,6 +176,8 @@ class RouterCore:
         if worker_id not in self.view.workers:
             known = ", ".join(sorted(self.view.workers)) or "none"
             raise InvalidRequestError(f"there is no worker {worker_id}; known: {known}", field="worker_id")
+        if self.roles is not None:
+            self.roles.on_drain(worker_id, now)
         if undo:
             self.view.draining.discard(worker_id)
         else:
@@ -191,6 +205,7 @@ class RouterCore:
             model=self._config.model.source,
             max_model_len=self.max_model_len,
             url=self.url,
+            planner="" if self.roles is None else self.roles.words(),
         )
 
     # --- events: clients --------------------------------------------------------------------------
@@ -261,6 +276,7 @@ class RouterCore:
                 request.ends_at = None if owner.timeout_s is None else now + owner.timeout_s
                 request.timeline.mark(Mark.RECEIVED, now if received_at is None else received_at)
             self._life.enter(owner, now, out)
+            self.arrived_tokens += len(prompt)
         except BatonError as e:
             self.num_refused += 1
             field, retry_after_s = getattr(e, "field", None), getattr(e, "retry_after_s", None)
@@ -321,6 +337,8 @@ class RouterCore:
         out: Actions = []
         former = self.view.get(info.worker_id)
         worker = self.view.join(info, now)
+        if self.roles is not None:
+            self.roles.on_join(worker, now)
         self._life.dispatch.breakers.on_restart(info.worker_id, now)
         self._life.dispatch.breakers.forget(self.view.workers)
         self._expect(worker, now)
@@ -397,6 +415,8 @@ class RouterCore:
     def next_deadline(self) -> float | None:
         """When `on_deadline` must be called at the latest; None: only after another event."""
         at = min(self._beat_at, self._check_at, self._book.wake_at, self._book.ends_at, self._questions.wake_at)
+        if self.roles is not None:
+            at = min(at, self.roles.wake_at)
         return None if at == math.inf else at
 
     def on_deadline(self, now: float) -> Actions:
@@ -414,6 +434,9 @@ class RouterCore:
                 self._beat_at = now + self._config.liveness.heartbeat_s
         if now >= self._questions.wake_at:
             self._questions.on_deadline(now, out)
+        if self.roles is not None and now >= self.roles.wake_at and self.roles.on_deadline(now, self.arrived_tokens):
+            self._life.place_parked(now, out)
+            self._life.review_queue(now, out)
         for request in self._book.due(now):
             if request.state is State.ENDED:
                 continue  # with another sample of its request, a moment ago
@@ -456,7 +479,7 @@ class RouterCore:
 
 def _speaks_for_itself(worker: WorkerView, message: ToRouterFromWorker) -> bool:
     """Whether the message names the worker whose connection it came over."""
-    if isinstance(message, Tokens | Heartbeat | Leaving):
+    if isinstance(message, (Tokens, Heartbeat, Leaving)):  # a union would be made anew for each message
         return message.incarnation == worker.info.incarnation
     assert type(message) is not Join
     return message.worker_id == worker.worker_id  # type: ignore[union-attr]

@@ -177,8 +177,14 @@ class Desk:
         deadline = self.core.next_deadline()
         if deadline is not None and deadline <= now:
             self.act(self.core.on_deadline(now), now)
+            self._tell_roles()
         if self.front.alive_at <= now:
             self.front.say_alive(now)
+
+    def _tell_roles(self) -> None:
+        if self.core.roles is not None:
+            for line in self.core.roles.planner.take_news():
+                log.warning("role planner: %s", line)
 
     def next_deadline(self) -> float:
         """When `on_time` must be called at the latest; infinite: only after another event."""

@@ -287,6 +287,7 @@ class Metrics(Collector):
             for state in WORKER_STATES:
                 pools.add_metric((self._model, pool["name"], pool["role"], state), pool[state])
         yield pools
+        yield from self._of_roles()
         yield self._by("router_errors_survived", "What went wrong and was survived.", "kind", self._counters)
         http = self._labelled(
             CounterMetricFamily, "http_requests", "Answers of the HTTP server.", *("path", "method", "status")
@@ -297,6 +298,25 @@ class Metrics(Collector):
         info = self._labelled(GaugeMetricFamily, "cluster_info", "Always 1.", "cluster", "router_incarnation")
         info.add_metric((self._model, self._config.name, core.incarnation), 1)
         yield info
+
+    def _of_roles(self) -> Iterator[Metric]:
+        roles = self._core.roles
+        changes = self._labelled(CounterMetricFamily, "role_changes", "Workers that changed their role.", "to_role")
+        for role in ("prefill", "decode"):
+            changes.add_metric((self._model, role), 0 if roles is None else roles.planner.num_changes[role])
+        yield changes
+        if roles is None:
+            return
+        yield self._count("role_changes_abandoned", "Changes of role that were given up.", roles.planner.num_abandoned)
+        yield self._by(
+            *("role_changes_refused", "Looks at which one was wanted and not made.", "reason"),
+            roles.planner.num_refused,
+        )
+        load = self._labelled(GaugeMetricFamily, "phase_load", "Work of a phase by its workers; 1: full.", "phase")
+        if roles.loads is not None:
+            load.add_metric((self._model, "prefill"), roles.loads.prefill.share)
+            load.add_metric((self._model, "decode"), roles.loads.decode.share)
+        yield load
 
     # --- families -----------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ def make_overview(config: ClusterConfig, core: RouterCore, latencies: Latencies,
         "workers": [_worker(worker) for worker in status.workers],
         "requests": {"open": core.num_requests, "queued": core.num_queued + core.num_parked},
         "latency": latency_data(latencies, now),
+        "planner": None if core.roles is None else core.roles.data(now),
         "recent": [record_data(record, now) for record in core.recent(MAX_RECENT)],
     }
 
@@ -46,13 +47,17 @@ def pool_states(config: ClusterConfig, workers: tuple[WorkerStatus, ...]) -> lis
 
     `empty`: none takes requests. `degraded`: not all do, or not as usual; those that never joined count as well.
     """
-    members: dict[str, list[WorkerStatus]] = {name: [] for name, pool in config.pools.items() if pool.workers}
+    sizes = {name: pool.workers for name, pool in config.pools.items() if pool.workers}
+    if config.planner.enabled:
+        for worker in workers:
+            _move(worker, sizes)
+    members: dict[str, list[WorkerStatus]] = {name: [] for name in sizes}
     for worker in workers:
         members.setdefault(worker.info.pool, []).append(worker)
     pools = []
     for name, found in members.items():
         states = [worker.state for worker in found]
-        wanted = config.pools[name].workers if name in config.pools else 0
+        wanted = sizes.get(name, 0)
         num_workers, num_ready = max(wanted, len(found)), states.count("ready")
         is_whole = num_ready == num_workers and all(worker.breaker == "closed" for worker in found)
         state: PoolState = "empty" if not num_ready else "ok" if is_whole else "degraded"
@@ -68,6 +73,14 @@ def pool_states(config: ClusterConfig, workers: tuple[WorkerStatus, ...]) -> lis
             }
         )
     return pools
+
+
+def _move(worker: WorkerStatus, sizes: dict[str, int]) -> None:
+    """One that the planner moved is not missing where its id says that it began."""
+    home = worker.info.worker_id.rpartition("-")[0]
+    if home in sizes and worker.info.pool in sizes and home != worker.info.pool:
+        sizes[home] -= 1
+        sizes[worker.info.pool] += 1
 
 
 def health_of(core: RouterCore, pools: list[dict[str, Any]]) -> Health:

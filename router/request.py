@@ -44,6 +44,9 @@ SampleId = tuple[str, int]
 """Request id and sample."""
 
 
+NOTHING = -1
+
+
 class State(Enum):
     RUNNING = "running"
     """The current attempt is at its workers."""
@@ -157,6 +160,7 @@ class RoutedRequest:
         "owner",
         "placements",
         "plain_end",
+        "plain_next",
         "prefill",
         "prefill_cached",
         "prefill_charge",
@@ -167,6 +171,7 @@ class RoutedRequest:
         "sample",
         "sampling",
         "state",
+        "streams_from",
         "suspected_until",
         "timeline",
         "touched",
@@ -185,7 +190,11 @@ class RoutedRequest:
         self.watch = watch
         asks = self.sampling.logprobs is not None or self.sampling.prompt_logprobs is not None
         self.plain_end = 0 if watch is not None or asks else self.sampling.max_tokens - 1
-        """A token below this index that is the next one and does not say that it is the last is only passed on."""
+        """Tokens below this index are only to be passed on, if they do not say that they end it."""
+        self.streams_from: WorkerView | None = None
+        """The current attempt decodes there, and all that was to be noted of that is."""
+        self.plain_next = NOTHING
+        """A token of this index from there that does not say that it is the last is only passed on."""
         self.state = State.PARKED
         self.attempt = 0
         self.tokens: list[int] = []
@@ -277,7 +286,8 @@ class RoutedRequest:
         self.held.clear()
         self.failed = False
         self.cached_tokens = 0
-        self.prefill = self.decode = None
+        self.prefill = self.decode = self.streams_from = None
+        self.plain_next = NOTHING
         self.handed = self.decode_spoke = False
         self.refused.clear()
         self.state = State.PARKED
@@ -321,6 +331,16 @@ class RoutedRequest:
             if following is None:
                 return
             token, finish, logprobs = following
+
+    def expect(self, worker: WorkerView) -> None:
+        """What came is passed on. `worker`: where the last of it was from."""
+        known = len(self.tokens)
+        ends = self.finish is not None or self.failed or known >= self.plain_end
+        streams = worker is self.decode and (worker is not self.prefill or not self.prefill_charge)
+        if ends or self.held or not streams:
+            self.plain_next = NOTHING
+        else:
+            self.streams_from, self.plain_next = worker, known
 
     def submit(self, now: float) -> Submit:
         """The message that starts the current attempt at its prefill worker."""

@@ -46,6 +46,7 @@ from router.latencies import Latencies
 from router.overview import make_overview
 from router.request_log import RequestLog
 from router.request_log import log as request_log
+from router.roles import RoleOrder
 from router.sockets import BACK_HWM, FRONT_HWM, RouterSocket
 from router.text import Text, TokenizerText
 from router.tracing import open_tracing
@@ -206,6 +207,10 @@ class RouterServer:
     def status(self) -> Status:
         """The cluster as of now; ClusterError if the router is not running."""
         return self._call(lambda: self._core.status("status", time.monotonic()))
+
+    def role_order(self) -> RoleOrder | None:
+        """Which worker its launcher is to start anew in another pool now. ClusterError if the router is not running."""
+        return self._call(lambda: None if self._core.roles is None else self._core.roles.order())
 
     def _call(self, function: Callable[[], T]) -> T:
         """Run `function` in the router's thread and return what it returns."""

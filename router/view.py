@@ -43,13 +43,16 @@ class Typical:
 
     def observe(self, ms: float) -> bool:
         """A worker has measured this. Whether another time is typical now."""
-        self._average = average = self._average + FORGET * (ms - self._average) if self._average else ms
-        if isinstance(self._fallback, Typical):
-            self._fallback.observe(ms)
-        if abs(average - self._ms) <= STEP * self._ms:
-            return False
-        self._ms = average
-        return True
+        typical: Typical | float = self
+        changed = False
+        while isinstance(typical, Typical):
+            average = typical._average
+            typical._average = average = average + FORGET * (ms - average) if average else ms
+            if abs(average - typical._ms) > STEP * typical._ms:
+                typical._ms = average
+                changed = changed or typical is self
+            typical = typical._fallback
+        return changed
 
     def judge(self, ms: float) -> float:
         """What to expect of a worker that has measured this; 0: nothing yet."""

@@ -146,3 +146,39 @@ def test_an_encoding_needs_a_transport_that_can_send_it(transport: str) -> None:
 def test_two_sizes_of_a_pool_are_one_too_many(other: str) -> None:
     with pytest.raises(ConfigError, match=rf"pools\.both\.memory_mib.*cannot be combined with {other}"):
         parse_config({"pools": {"both": {"memory_mib": 1000, other: 100}}})
+
+
+PLANNED: dict[str, Any] = {
+    "pools": {"prefill": {"workers": 2}, "decode": {"workers": 2}},
+    "planner": {"enabled": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"planner": {"low": 0.9}}, r"planner\.low.*must be below planner\.high, 0\.85"),
+        ({"planner": {"high": 0.0}}, r"planner\.high"),
+        ({"planner": {"max_changes_per_minute": 0}}, r"planner\.max_changes_per_minute.*int >= 1"),
+        ({"planner": {"min_prefill": 0}}, r"planner\.min_prefill.*int >= 1"),
+        ({"planner": {"min_decode": 3}}, r"planner\.min_decode.*more than the workers of that pool, 2"),
+        ({"planner": {"cooldown": 5.0}}, r"planner\.cooldown.*did you mean `cooldown_s`"),
+        ({"pools": {"both": {"workers": 2}}}, r"planner\.enabled.*one pool of each role.*both: both"),
+        ({"pools": {"more": {"role": "decode"}}}, r"planner\.enabled.*one pool of each role.*decode: decode, more"),
+        (
+            {"pools": {"decode": {"workers": 2, "cores": 2}}},
+            r"planner\.enabled.*same resources: pools\.prefill\.cores is 1, pools\.decode\.cores is 2",
+        ),
+        ({"pools": {"prefill": {"workers": 2, "gpus": 1}}}, r"pools\.prefill\.gpus is 1.*, pools\.decode\.gpus is 0"),
+    ],
+)
+def test_what_a_planner_cannot_work_with(changes: dict[str, Any], message: str) -> None:
+    tree = {key: {**PLANNED[key], **changes.get(key, {})} for key in PLANNED}
+    with pytest.raises(ConfigError, match=message):
+        parse_config(tree)
+
+
+def test_without_a_planner_pools_are_as_they_like() -> None:
+    assert parse_config(PLANNED).planner.enabled
+    pools = {"prefill": {"cores": 2}, "decode": {}, "both": {}}
+    assert not parse_config({"pools": pools, "planner": {"low": 2.0}}).planner.enabled

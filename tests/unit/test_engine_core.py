@@ -140,6 +140,9 @@ def test_a_handoff_waits_for_credit_without_blocks_and_is_overtaken() -> None:
     core = make_core()
     core.submit(request("waits", 9, handoff=True), 0.0)
     core.submit(request("passes", 9), 0.0)
+    load = core.load()
+    assert (load.num_waiting, load.num_pending_tokens) == (2, 18)
+    assert (load.num_uncredited, load.num_uncredited_tokens) == (1, 9)
     assert emitted(run(core), "passes")[-1][2] == "length"
     assert core.pool.num_free == core.pool.num_blocks
     core.grant(RequestKey("waits", 0), 0.0)

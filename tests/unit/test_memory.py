@@ -87,3 +87,9 @@ def test_what_links_take(transport: str, pool: str, block_mib: int, mib: int) ->
         pools = {name: {**fields, "device": "cuda", "gpus": 1} for name, fields in pools.items()}  # type: ignore[dict-item]
     config = parse_config({"pools": pools, "transfer": {"transport": transport}})
     assert gpu_link_bytes(config, pool, block_mib * MIB) == mib * MIB
+
+
+def test_where_roles_change_all_others_may_come_to_send() -> None:
+    pools = {"prefill": {"workers": 2}, "decode": {"workers": 4}}
+    tree = {"pools": pools, "transfer": {"transport": "nixl"}, "planner": {"enabled": True}}
+    assert gpu_link_bytes(parse_config(tree), "decode", MIB) == 5 * 8 * MIB

@@ -169,7 +169,8 @@ def test_a_pause_for_a_retry_is_between_tokens() -> None:
 # --- the overview -----------------------------------------------------------------------------------
 
 SHAPE = {
-    "": "cluster health latency model now pools recent requests router_incarnation stopping uptime_s url workers",
+    "": "cluster health latency model now planner pools recent requests router_incarnation stopping uptime_s url "
+    "workers",
     "latency": "e2e_ms requests_per_s tbt_ms tokens_per_s ttft_ms window_s",
     "ttft_ms": "count p50 p90 p99",
     "pool": "draining lost name ready role state workers",
