@@ -13,7 +13,7 @@ import msgspec
 from baton.engine.request import StepPlan
 
 MAX_STEPS = 200_000
-"""Kept by a worker whose steps nobody takes: about an hour of busy decoding on a GPU."""
+"""Kept by a worker whose steps nobody takes: over an hour of steps of 20 ms."""
 
 
 class StepShape(NamedTuple):

@@ -125,7 +125,8 @@ class WorkerCore:
 
     def finish_step(self, plan: StepPlan, tokens: Sequence[int | None], now: float) -> list[Action]:
         """Take in a step's tokens. The first action is the one `Tokens` message of the step, if it has any."""
-        return self._after(self._apply(self.engine.complete(plan, tokens, now), now), now)
+        rows: list[TokenOut] = []
+        return self._after(self._apply(self.engine.complete(plan, tokens, now, rows), now, rows), now)
 
     def fail_step(self, plan: StepPlan, problem: str, now: float) -> list[Action]:
         """The step raised: its requests end here and the router may place them elsewhere."""
@@ -140,8 +141,12 @@ class WorkerCore:
 
     def next_deadline(self) -> float | None:
         """When `on_deadline` is due, or None."""
-        parts = [part for part in (self.engine, self.send, self.receive) if part is not None]
-        return min((at for part in parts if (at := part.next_deadline()) is not None), default=None)
+        first = self.engine.next_deadline()
+        for port in (self.send, self.receive):
+            at = port.next_deadline() if port is not None else None
+            if at is not None and (first is None or at < first):
+                first = at
+        return first
 
     def on_deadline(self, now: float) -> list[Action]:
         actions: list[Action] = []
@@ -279,8 +284,8 @@ class WorkerCore:
         actions = self.receive.on_abort(key, now) if self.receive else []
         return actions + self._apply(self.engine.abort(key, now), now)
 
-    def _apply(self, effects: list[Effect], now: float) -> list[Action]:
-        tokens: list[TokenOut] = []
+    def _apply(self, effects: list[Effect], now: float, tokens: Sequence[TokenOut] = ()) -> list[Action]:
+        """What follows from effects; `tokens` are the step's."""
         marks: list[MarksOut] = []
         logprobs: list[LogprobsOut] = []
         actions: list[Action] = []
@@ -288,7 +293,6 @@ class WorkerCore:
             request = effect.request
             match effect:
                 case Emit():
-                    tokens.append(TokenOut(*request.key, effect.index, effect.token, effect.finish))
                     if effect.finish or request.num_tokens - request.num_context == 1:
                         marks.append(MarksOut(*request.key, dict(request.marks), request.num_cached_tokens))
                     if effect.logprobs is not None or effect.prompt_logprobs is not None:
@@ -323,4 +327,6 @@ class WorkerCore:
 
     def _after(self, actions: list[Action], now: float) -> list[Action]:
         """Blocks may have come free, or a request that waited for some may have got them: serve waiting offers."""
-        return actions + self.receive.on_blocks_free(now) if self.receive is not None else actions
+        if self.receive is not None:
+            actions += self.receive.on_blocks_free(now)
+        return actions

@@ -57,7 +57,7 @@ class Cluster:
     def take_steps(self) -> list[StepRecord]:
         """Steps of all workers that ended since the last call, by their start; none without `engine.record_steps`.
 
-        A worker that died takes what it had recorded with it.
+        A worker that died, or changed its role, takes what it had recorded and nobody took with it.
         """
         raise NotImplementedError
 

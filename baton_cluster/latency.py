@@ -53,7 +53,10 @@ class LinkModel(msgspec.Struct, frozen=True):
 
     latency_s: float = 50e-6
     bytes_per_s: float = 1e9
-    """Of each direction of each pair of workers: pairs do not slow one another down."""
+    """Of each direction of each pair of workers."""
+    nic_bytes_per_s: float | None = None
+    """Of each direction of a worker's network interface, which all its transfers of that direction share
+    (`baton_cluster.network`); messages are too small to count. None: pairs do not slow one another down."""
 
 
 class StepFailed(Exception):

@@ -19,18 +19,25 @@ import msgspec
 from baton.config import ClusterConfig, PoolConfig, dump_config
 from baton.engine.weights import resolve_model
 from baton.errors import BatonError, ClusterError, ConfigError
+from baton.protocol import WorkerInfo
+from baton.step_log import StepRecord
 from baton_cluster.actors import RouterActor, WorkerActor
 from baton_cluster.cluster import Cluster, Progress, exposures, no_progress
 from baton_cluster.cores import assign_cores
 from baton_cluster.ray_session import RaySession
+from baton_cluster.role_watch import RoleWatch
 from baton_cluster.specs import WorkerSpec, worker_specs
 from baton_cluster.supervisor import Supervisor
 from kv_transfer.registry import resolve_transport, shares_memory
 from router.http.server import check_address
 from router.http.tls import check_tls
+from router.roles import RoleOrder
 
 STOP_TIMEOUT_S = 10.0
 """A worker ends after the step it is in; one that takes longer is killed."""
+
+LEAVE_TIMEOUT_S = 60.0
+"""A worker that changes its role has nothing left to finish; one that takes longer is killed."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -61,6 +68,8 @@ class RayCluster(Cluster):
 
     A worker or a router that dies is started again, in its place and on its cores, as a new incarnation;
     requests go on elsewhere meanwhile, or wait. `progress` then gets a line too, from another thread.
+    A worker that changes its role (`planner.enabled`) keeps its id, its place and its cores, and is started again in
+    the other pool.
     """
 
     def __init__(self, config: ClusterConfig, *, session: RaySession | None = None, progress: Progress = no_progress):
@@ -77,6 +86,7 @@ class RayCluster(Cluster):
         self._owns_session = session is None
         self._lock = threading.Lock()
         self._stopping = False
+        self._role_watch: RoleWatch | None = None
         if config.ray.address is None:  # else the router may be on a node that has other files
             check_tls(config.http)
             check_address(config)
@@ -148,6 +158,10 @@ class RayCluster(Cluster):
         self._supervisor.watch("router", self._router)
         for slot in slots:
             self._supervisor.watch(slot.spec.worker_id, slot.actor)
+        if self.config.planner.enabled:
+            self._role_watch = RoleWatch(
+                self._role_order, self._change_role, self.config.planner.interval_s, self._progress
+            )
 
     def _new_router(self, config: ClusterConfig | None = None) -> Any:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -258,6 +272,29 @@ class RayCluster(Cluster):
             slot.info = self._get(self._join(slot))
         return actor
 
+    def _role_order(self) -> RoleOrder | None:
+        with self._lock:
+            router = self._router
+        order: RoleOrder | None = None
+        if router is not None:
+            order = self._ray.get(router.role_order.remote(), timeout=STOP_TIMEOUT_S)
+        return order
+
+    def _change_role(self, order: RoleOrder) -> bool:
+        """It leaves in order; then the supervisor starts what its slot says by now."""
+        with self._lock:
+            slot = self._slots[order.worker_id]
+            actor = slot.actor
+            if self._stopping or msgspec.convert(slot.info, WorkerInfo).incarnation != order.incarnation:
+                return False
+            slot.spec = WorkerSpec(order.worker_id, order.pool)
+        errors = self._ray.exceptions
+        with contextlib.suppress(errors.RayError, TimeoutError):
+            self._ray.get(actor.leave.remote(), timeout=LEAVE_TIMEOUT_S)
+        with contextlib.suppress(errors.RayError, ValueError):
+            self._ray.kill(actor)  # its successor waits for its resources
+        return True
+
     def health(self) -> dict[str, dict[str, Any]]:
         """Health of each worker, as it says itself; a dead one is unhealthy too."""
         health: dict[str, dict[str, Any]] = {}
@@ -273,6 +310,14 @@ class RayCluster(Cluster):
         calls = [slot.actor.num_held_blocks.remote() for slot in self._slots.values()]
         counts = self._ray.get(calls, timeout=STOP_TIMEOUT_S)
         return dict(zip(self._slots, counts, strict=True))
+
+    def take_steps(self) -> list[StepRecord]:
+        steps: list[StepRecord] = []
+        for slot in self._slots.values():
+            with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):  # it died
+                found = self._ray.get(slot.actor.take_steps.remote(), timeout=STOP_TIMEOUT_S)
+                steps += msgspec.msgpack.decode(found, type=list[StepRecord])
+        return sorted(steps, key=lambda step: step.start_s)
 
     def details(self) -> dict[str, Any]:
         return {
@@ -296,6 +341,8 @@ class RayCluster(Cluster):
                 slot.actor = None
         self._supervisor.stop()
         try:
+            if self._role_watch is not None:
+                self._role_watch.stop()
             if router is not None and self._router_node and self._ray.is_initialized():  # else it never was ready
                 self._stop_router(router)
         finally:

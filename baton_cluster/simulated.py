@@ -13,7 +13,7 @@ the trips of their messages. What differs from a real cluster is listed in docs/
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -24,20 +24,26 @@ from baton.errors import ClusterError, ConfigError
 from baton.layout import KVLayout
 from baton.protocol import PROTOCOL_VERSION, FinishReason, Heartbeat, Join, Joined, JoinRefused, WorkerInfo
 from baton.sampling_params import SamplingParams
+from baton.step_log import StepRecord
 from baton.timeline import RequestTimeline
 from baton_cluster.assemble import worker_core
 from baton_cluster.history import LifeEvent, LifeHistory
 from baton_cluster.latency import LatencyModel, LinkModel
+from baton_cluster.network import Network
+from baton_cluster.role_changes import SimulatedRoles
 from baton_cluster.simulated_worker import IsDamaged, NextToken, SimulatedWorker
 from baton_cluster.specs import WorkerSpec, worker_specs
 from baton_cluster.virtual_clock import Alarm, VirtualClock
 from kv_transfer.wire_format import wire_encoding
-from router.actions import NewTokens, RequestDone, RequestFailed, RouterAction, SendWorker
+from router.actions import NewTokens, RequestDone, RequestFailed, RouterAction, SendWorker, StreamedTokens
 from router.core import RouterCore
 
-CLIENT = "simulated client"
+LABEL = "its request"
+"""Each client has one."""
 JOINED_AT = -1.0
 """Workers join a second before time 0, so that the first request finds them all acquainted."""
+Arrival = tuple[float, Sequence[int], SamplingParams]
+"""When a client sends a request (seconds of the virtual clock), its prompt, and what it asks for."""
 STUCK_S = 3600.0
 """Open requests of which no client heard for so long will not end any more: that is a bug, and is said."""
 
@@ -54,6 +60,7 @@ class SimulatedRequest:
         "kv_bytes",
         "leave_after",
         "number",
+        "on_end",
         "prefill_worker",
         "prompt",
         "request_id",
@@ -84,6 +91,8 @@ class SimulatedRequest:
         self.decode_worker = ""
         self.attempts = 0
         self.kv_bytes = 0
+        self.on_end: OnEnd | None = None
+        """Who is told of its end, of what is played."""
 
     @property
     def ttft_s(self) -> float | None:
@@ -98,13 +107,18 @@ class SimulatedRequest:
         return f"<request {self.number} {state} prompt={len(self.prompt)} tokens={len(self.tokens)}>"
 
 
+OnEnd = Callable[[SimulatedRequest], None]
+
+
 class SimulatedCluster:
-    """Workers have joined when the constructor returns; then `submit`, plan faults, and `run`.
+    """Workers have joined when the constructor returns; then `submit`, plan faults, and `run`; or `play` a trace.
 
     `latency`: of an engine step, for all workers or by pool. `layout`: what a KV block is (its size decides
     what a transfer takes, and how many fit `kv_memory_mib`); a pool's own `block_size`
     replaces the layout's. `is_damaged` corrupts blocks on their way.
-    `history` records every request's life history (costs about as much as the simulation itself).
+    `history` records every request's life history (costs about as much as the simulation itself). `on_step` is told
+    each engine step as it ends (not one whose worker dies); `StepRecord.start_s` is on the virtual clock.
+    `start_s`: what a worker that changes its role takes to start anew (`planner.enabled`).
     """
 
     def __init__(
@@ -119,30 +133,44 @@ class SimulatedCluster:
         eos_token_ids: Sequence[int] = (),
         is_damaged: IsDamaged | None = None,
         history: bool = False,
+        on_step: Callable[[StepRecord], None] | None = None,
+        start_s: float = 5.0,
     ):
         if layout.block_size != config.engine.block_size:
             raise ConfigError("engine.block_size", "differs from the layout's", value=config.engine.block_size)
         self.config = config
         self.clock = VirtualClock(JOINED_AT)
-        self.router = RouterCore(config, router_incarnation="router#1")
+        self.router = RouterCore(config, router_incarnation="router#1", bundles=True)
         self.history = LifeHistory() if history else None
         self.workers: dict[str, SimulatedWorker] = {}
         """The present life of each worker, by id."""
         self.requests: list[SimulatedRequest] = []
+        """Those that were submitted one by one. What is played is forgotten at its end."""
         self._latency = latency
         self._link = link
+        nic = link.nic_bytes_per_s
+        self._network = None if nic is None else Network(self.clock, nic, link.bytes_per_s)
         self._layout = layout
         self._max_model_len = max_model_len
         self._next_token = next_token
         self._eos = tuple(eos_token_ids)
         self._is_damaged = is_damaged
+        self._on_step = on_step
         self._fabric: dict[str, SimulatedWorker] = {}
         self._by_id: dict[str, SimulatedRequest] = {}
         """Requests that have been submitted and not ended."""
-        self._num_open = self._num_coming = 0
+        self._num_requests = self._num_open = self._num_coming = 0
         self._news_at = 0.0
         """When a client last heard something, or a request was submitted."""
         self._alarm = Alarm(self.clock, self.router.next_deadline, self._on_alarm)
+        self._roles: SimulatedRoles | None = None
+        if self.router.roles is not None:
+            self._roles = SimulatedRoles(
+                *(self.router.roles, self.workers, self.clock),
+                start_s=start_s,
+                leave=lambda worker_id: self._kill(worker_id, False),
+                start=lambda spec: self._restart(spec.worker_id, spec.pool),
+            )
         if self.history is not None:
             self.history.watch_router(self.router)
         for spec in worker_specs(config):
@@ -155,11 +183,21 @@ class SimulatedCluster:
         self, at_s: float, prompt: Sequence[int], sampling: SamplingParams, *, leave_after: int | None = None
     ) -> SimulatedRequest:
         """A client sends this request at `at_s`. It cancels once it has got `leave_after` tokens, if given."""
-        request = SimulatedRequest(len(self.requests), at_s, tuple(prompt), sampling, leave_after)
+        request = self._new_request(at_s, prompt, sampling, leave_after)
         self.requests.append(request)
-        self._num_coming += 1
         self.clock.at(at_s + self._link.latency_s, self._generate, request)
         return request
+
+    def play(self, requests: Iterable[Arrival], on_end: OnEnd) -> None:
+        """Submit each request when its time comes, and go on until all have ended, as `run` does.
+
+        They are taken one ahead of the clock, so their times must not fall, nor lie before `clock.now`: else a
+        ClusterError. `on_end` gets each request once, in the order of their ends, and nothing here remembers it then:
+        memory grows with the requests that are open at once, not with their number. It may be called again, with times
+        that go on from `clock.now`.
+        """
+        self._await_next(iter(requests), on_end, self.clock.now)
+        self.run()
 
     def cancel(self, request: SimulatedRequest, at_s: float) -> None:
         """The client takes `request` back at `at_s`; a no-op if it has ended by then."""
@@ -185,9 +223,9 @@ class SimulatedCluster:
                 clock.step()
             clock.now = max(clock.now, until)
         else:
+            step = clock.step
             while self._num_coming or self._num_open:
-                self._check_progress()
-                clock.step()
+                step()
             self._settle()
         return [request for request in self.requests if request.finish_reason is not None]
 
@@ -214,6 +252,33 @@ class SimulatedCluster:
 
     # --- clients ------------------------------------------------------------------------------------
 
+    def _new_request(
+        self, at_s: float, prompt: Sequence[int], sampling: SamplingParams, leave_after: int | None = None
+    ) -> SimulatedRequest:
+        request = SimulatedRequest(self._num_requests, at_s, tuple(prompt), sampling, leave_after)
+        self._num_requests += 1
+        self._num_coming += 1
+        return request
+
+    def _await_next(self, requests: Iterator[Arrival], on_end: OnEnd, not_before: float) -> None:
+        """Of what is played, the next request."""
+        arrival = next(requests, None)
+        if arrival is None:
+            return
+        at_s, prompt, sampling = arrival
+        if not at_s >= not_before:
+            raise ClusterError(
+                f"request {self._num_requests} arrives at {at_s} s, and the one before it, or the clock, is at "
+                f"{not_before} s already; give requests in the order of arrival, from `clock.now` on"
+            )
+        request = self._new_request(at_s, prompt, sampling)
+        request.on_end = on_end
+        self.clock.at(at_s + self._link.latency_s, self._arrive, request, requests, on_end)
+
+    def _arrive(self, request: SimulatedRequest, others: Iterator[Arrival], on_end: OnEnd) -> None:
+        self._await_next(others, on_end, request.submitted_at)
+        self._generate(request)
+
     def _generate(self, request: SimulatedRequest) -> None:
         now = self.clock.now
         self._by_id[request.request_id] = request
@@ -222,18 +287,15 @@ class SimulatedCluster:
         self._news_at = now
         self._act(
             self.router.on_generate(
-                CLIENT, request.request_id, request.request_id, request.number, request.prompt, request.sampling, now
+                request, LABEL, request.request_id, request.number, request.prompt, request.sampling, now
             )
         )
 
     def _cancel(self, request: SimulatedRequest) -> None:
-        self._act(self.router.on_cancel(CLIENT, request.request_id, self.clock.now))
+        self._act(self.router.on_cancel(request, LABEL, self.clock.now))
 
-    def _deliver(self, action: NewTokens) -> None:
-        request, tokens = self._by_id[action.request_id], action.tokens
-        at = self._news_at = self.clock.now + self._link.latency_s
-        request.tokens += tokens
-        request.token_times += (at,) * len(tokens)
+    def _leave(self, request: SimulatedRequest, at: float) -> None:
+        """Its client goes, if it has got as much as it wants."""
         if request.leave_after is not None and len(request.tokens) >= request.leave_after:
             request.leave_after = None
             self.cancel(request, at)
@@ -244,11 +306,13 @@ class SimulatedCluster:
         request.ended_at = self._news_at = self.clock.now + self._link.latency_s
         if isinstance(action, RequestFailed):
             request.finish_reason, request.error = "error", (action.code, action.message)
-            return
-        request.finish_reason = action.finish_reason
-        request.timeline = RequestTimeline(marks=action.marks)
-        request.prefill_worker, request.decode_worker = action.prefill_worker, action.decode_worker
-        request.attempts, request.kv_bytes = action.attempts, action.kv_bytes
+        else:
+            request.finish_reason = action.finish_reason
+            request.timeline = RequestTimeline(marks=action.marks)
+            request.prefill_worker, request.decode_worker = action.prefill_worker, action.decode_worker
+            request.attempts, request.kv_bytes = action.attempts, action.kv_bytes
+        if request.on_end is not None:
+            request.on_end(request)
 
     # --- the router ---------------------------------------------------------------------------------
 
@@ -259,13 +323,30 @@ class SimulatedCluster:
         self._act(self.router.on_worker_message(incarnation, message, self.clock.now))
 
     def _on_alarm(self) -> None:
+        if self._num_open and self.clock.now > self._news_at + STUCK_S:
+            self._give_up()
         self._act(self.router.on_deadline(self.clock.now))
+        if self._roles is not None:
+            self._roles.look()
 
     def _act(self, actions: list[RouterAction]) -> None:
         """Do what the router says, in order. What a failed send leads to comes after: the list grows."""
+        at = self.clock.now + self._link.latency_s
         for action in actions:
-            if type(action) is NewTokens:
-                self._deliver(action)
+            if type(action) is StreamedTokens:
+                self._news_at = at
+                for routed, token in zip(action.requests, action.tokens, strict=True):
+                    request: SimulatedRequest = routed.owner.client
+                    request.tokens.append(token)
+                    request.token_times.append(at)
+                    if request.leave_after is not None:
+                        self._leave(request, at)
+            elif type(action) is NewTokens:
+                self._news_at = at
+                client: Any = action.client
+                client.tokens += action.tokens
+                client.token_times += [at] * len(action.tokens)
+                self._leave(client, at)
             elif type(action) is SendWorker:
                 actions += self._send_worker(action)
             else:
@@ -318,6 +399,8 @@ class SimulatedCluster:
             heartbeat_s=self.config.liveness.heartbeat_s,
             lease_s=self.config.transfer.lease_s,
             encoding=wire_encoding(self.config.transfer),
+            on_step=self._on_step,
+            network=self._network,
         )
         self._send_router(info.incarnation, Join(PROTOCOL_VERSION, info, self.clock.now))
         self.clock.after(self.config.liveness.heartbeat_s, worker.beat)
@@ -334,11 +417,12 @@ class SimulatedCluster:
         for other in list(self.workers.values()):
             other.on_disconnected(worker.info.incarnation)
 
-    def _restart(self, worker_id: str) -> None:
+    def _restart(self, worker_id: str, pool: str | None = None) -> None:
+        """`pool`: that its next life belongs to; None: as before."""
         self._kill(worker_id, False)
         former = self.workers[worker_id].info
         _, _, life = former.incarnation.rpartition("#")
-        self._start_worker(WorkerSpec(worker_id, former.pool), int(life) + 1)
+        self._start_worker(WorkerSpec(worker_id, pool or former.pool), int(life) + 1)
 
     # --- the end ------------------------------------------------------------------------------------
 
@@ -351,7 +435,6 @@ class SimulatedCluster:
             findings = worker.core.audit(self.clock.now).findings if worker.alive else []
             assert not findings, f"{worker_id}: {'; '.join(map(str, findings))}"
 
-    def _check_progress(self) -> None:
-        if self._num_open and self.clock.now > self._news_at + STUCK_S:
-            stuck = list(self._by_id.values())[:3]
-            raise ClusterError(f"{self._num_open} requests have not heard anything for {STUCK_S:g} s, such as {stuck}")
+    def _give_up(self) -> None:
+        stuck = list(self._by_id.values())[:3]
+        raise ClusterError(f"{self._num_open} requests have not heard anything for {STUCK_S:g} s, such as {stuck}")

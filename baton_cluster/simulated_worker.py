@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from baton.engine.request import EngineRequest, StepPlan
@@ -37,8 +38,10 @@ from baton.ports import (
     ToRouter,
 )
 from baton.protocol import Abort, AskPrefixes, Heartbeat, Peers, Replace, Submit, TransferId
+from baton.step_log import StepRecord, StepShape
 from baton.worker_core import WorkerCore
 from baton_cluster.latency import LatencyModel, LinkModel, StepFailed
+from baton_cluster.network import Network
 from baton_cluster.virtual_clock import Alarm, VirtualClock
 from kv_transfer.expected import ExpectedBlocks
 from kv_transfer.messages import Hello
@@ -49,8 +52,8 @@ DAMAGED = 2
 PIECES_PER_LEASE = 8
 """A large transfer is seen to make progress, as on a real link, so often within a lease."""
 
-NextToken = Callable[[EngineRequest], int]
-"""The made-up token after `request.tokens`. May raise StepFailed."""
+NextToken = Callable[[EngineRequest], int] | int
+"""The made-up token after `request.tokens`; the function may raise StepFailed. A number: always that one."""
 IsDamaged = Callable[[TransferId, int], bool]
 """Whether the block of this index arrives damaged."""
 
@@ -95,6 +98,8 @@ class SimulatedWorker:
         heartbeat_s: float,
         lease_s: float,
         encoding: Encoding = "plain",
+        on_step: Callable[[StepRecord], None] | None = None,
+        network: Network | None = None,
     ):
         self.core = core
         self.info = core.info
@@ -114,11 +119,26 @@ class SimulatedWorker:
         self._is_damaged = is_damaged
         self._fabric = fabric
         self._to_router = to_router
+        self._network = network
+        """Where links share something."""
         self._heartbeat_s = heartbeat_s
+        self._on_step = on_step
+        self._record: StepRecord | None = None
+        """Of the step under way, for `on_step`."""
         self._block_bytes = WireFormat(self.info.layout, encoding).block_bytes
         """Of what it sends."""
         self._piece_blocks = max(1, int(link.bytes_per_s * lease_s / PIECES_PER_LEASE / self._block_bytes))
         self._outbox: deque[Action] = deque()
+        self._execute: dict[type[Action], Callable[[Any], None]] = {
+            ToRouter: self._tell_router,
+            ToPeer: self._say,
+            ShipBlocks: self._ship,
+            HashBlocks: self._hash,
+            ReceiveBlocks: self._receive,
+            CancelTransfer: self._cancel,
+            ConnectPeer: self._connect,
+            DropLink: self._drop,
+        }
         self._plan: StepPlan | None = None
         self._alarm = Alarm(clock, core.next_deadline, self._on_alarm)
         self._links: dict[str, _DataLink] = {}
@@ -170,10 +190,11 @@ class SimulatedWorker:
 
     def _take(self, actions: list[Action]) -> None:
         """Execute what the core answered to an event, and what follows from that."""
-        outbox = self._outbox
-        outbox.extend(actions)
-        while outbox:
-            self._execute(outbox.popleft())
+        if actions:
+            self._outbox.extend(actions)
+            while self._outbox:
+                action = self._outbox.popleft()
+                self._execute[type(action)](action)
         self._alarm.update()
         if self._plan is None:
             self._start_step()
@@ -181,28 +202,27 @@ class SimulatedWorker:
     def _on_alarm(self) -> None:
         self._take(self.core.on_deadline(self._clock.now))
 
-    def _execute(self, action: Action) -> None:
-        match action:
-            case ToRouter(message):
-                self._to_router(self.info.incarnation, message)
-            case ToPeer(peer, message):
-                self._say(peer, message)
-            case ShipBlocks():
-                self._ship(action)
-            case HashBlocks(transfer, blocks):
-                hashed = Hashed(transfer, {index: CHECKSUM for index, _ in blocks})
-                self._outbox.extend(self.core.on_peer_event(hashed, self._clock.now))
-            case ReceiveBlocks(_, transfer, _, blocks):
-                self._expected.announce(transfer, blocks)
-            case CancelTransfer(transfer):
-                self._expected.cancel(transfer)
-            case ConnectPeer(worker):
-                self._links.setdefault(worker.incarnation, _DataLink())
-                self._controlled.add(worker.incarnation)
-            case DropLink(peer, forget):
-                self._drop_link(peer)
-                if forget:
-                    self._controlled.discard(peer)
+    def _tell_router(self, action: ToRouter) -> None:
+        self._to_router(self.info.incarnation, action.message)
+
+    def _hash(self, action: HashBlocks) -> None:
+        hashed = Hashed(action.transfer, dict.fromkeys(dict(action.blocks), CHECKSUM))
+        self._outbox.extend(self.core.on_peer_event(hashed, self._clock.now))
+
+    def _receive(self, action: ReceiveBlocks) -> None:
+        self._expected.announce(action.transfer, action.blocks)
+
+    def _cancel(self, action: CancelTransfer) -> None:
+        self._expected.cancel(action.transfer)
+
+    def _connect(self, action: ConnectPeer) -> None:
+        self._links.setdefault(action.worker.incarnation, _DataLink())
+        self._controlled.add(action.worker.incarnation)
+
+    def _drop(self, action: DropLink) -> None:
+        self._drop_link(action.peer)
+        if action.forget:
+            self._controlled.discard(action.peer)
 
     # --- steps --------------------------------------------------------------------------------------
 
@@ -212,24 +232,46 @@ class SimulatedWorker:
             self._plan = plan
             seconds = self._step_s(plan)
             self.busy_s += seconds
+            if self._on_step is not None:
+                self._record = self._record_of(plan, seconds)
             self._clock.after(seconds, self._end_step, plan)
+
+    def _record_of(self, plan: StepPlan, seconds: float) -> StepRecord:
+        shape, occupancy = StepShape.of(plan), self.core.engine.occupancy()
+        return StepRecord(self.info.worker_id, self._clock.now, seconds, shape, *occupancy)
 
     def _end_step(self, plan: StepPlan) -> None:
         if not self.alive:
             return
         self._plan = None
+        if self._on_step is not None:
+            assert self._record is not None
+            self._on_step(self._record)
         next_token = self._next_token
+        tokens: list[int | None]
         try:
-            tokens = [next_token(item.request) if item.samples else None for item in plan.items]
+            if not isinstance(next_token, int):
+                tokens = [next_token(item.request) if item.samples else None for item in plan.items]
+            elif plan.in_batch.stop - plan.in_batch.start == len(plan.items):
+                tokens = [next_token] * len(plan.items)
+            else:
+                tokens = [next_token if item.samples else None for item in plan.items]
         except StepFailed as e:
             self._take(self.core.fail_step(plan, f"{type(e).__name__}: {e}", self._clock.now))
         else:
-            self._take(self.core.finish_step(plan, tokens, self._clock.now))
+            actions = self.core.finish_step(plan, tokens, self._clock.now)
+            if len(actions) == 1 and type(first := actions[0]) is ToRouter:
+                # Nothing was said to peers, so no deadline was brought forward.
+                self._to_router(self.info.incarnation, first.message)
+                self._start_step()
+            else:
+                self._take(actions)
 
     # --- other workers ------------------------------------------------------------------------------
 
-    def _say(self, peer: str, message: Any) -> None:
+    def _say(self, action: ToPeer) -> None:
         """To the decode worker whose incarnation is `peer`, or back to the prefill worker of that incarnation."""
+        peer, message = action.peer, action.message
         transfer: TransferId | None = getattr(message, "transfer", None)
         outgoing = isinstance(message, Hello) or (transfer is not None and transfer.source == self.info.incarnation)
         receiver = self._fabric.get(peer)
@@ -243,18 +285,27 @@ class SimulatedWorker:
         peer, transfer, blocks = action.peer, action.transfer, action.blocks
         self.bytes_sent += len(blocks) * self._block_bytes
         link, receiver = self._links.get(peer), self._fabric.get(peer)
+        indices = tuple([index for index, _ in blocks])
         for start in range(0, len(blocks), self._piece_blocks):
-            piece = _Piece(transfer, tuple(index for index, _ in blocks[start : start + self._piece_blocks]))
+            piece = _Piece(transfer, indices[start : start + self._piece_blocks])
             if link is None or receiver is None:
                 self._clock.after(0, self.on_peer_event, BlocksSent(transfer, piece.indices))
                 continue
-            took = len(piece.indices) * self._block_bytes / self._link.bytes_per_s
-            link.free_at = max(link.free_at, self._clock.now) + took
             link.unsent[piece] = None
+            num_bytes = len(piece.indices) * self._block_bytes
+            if self._network is not None:
+                left = partial(self._left, link, receiver, piece)
+                self._network.send(self.info.incarnation, peer, num_bytes, left)
+                continue
+            link.free_at = max(link.free_at, self._clock.now) + num_bytes / self._link.bytes_per_s
             self._clock.at(link.free_at, self._sent, link, receiver, piece)
             self._clock.at(link.free_at + self._link.latency_s, receiver.arrived, self.info.incarnation, piece)
-        shipped = Shipped(transfer, tuple(index for index, _ in blocks), ())
+        shipped = Shipped(transfer, indices, ())
         self._outbox.extend(self.core.on_peer_event(shipped, self._clock.now))
+
+    def _left(self, link: _DataLink, receiver: SimulatedWorker, piece: _Piece) -> None:
+        self._clock.after(self._link.latency_s, receiver.arrived, self.info.incarnation, piece)
+        self._sent(link, receiver, piece)
 
     def _sent(self, link: _DataLink, receiver: SimulatedWorker, piece: _Piece) -> None:
         # Blocks for a dead receiver stay in the socket until the link is dropped.
@@ -264,6 +315,8 @@ class SimulatedWorker:
 
     def _drop_link(self, peer: str) -> None:
         link = self._links.pop(peer, None)
+        if self._network is not None:
+            self._network.drop(self.info.incarnation, peer)
         for piece in link.unsent if link else ():
             piece.dropped = True
             self._clock.after(0, self.on_peer_event, BlocksSent(piece.transfer, piece.indices))
@@ -274,7 +327,7 @@ class SimulatedWorker:
             return
         self._senders.add(sender)
         transfer = piece.transfer
-        checksums = {index: CHECKSUM for index in piece.indices if self._expected.claim(transfer, index) is not None}
+        checksums = dict.fromkeys(self._expected.claim_all(transfer, piece.indices), CHECKSUM)
         if self._is_damaged is not None:
             checksums = {i: DAMAGED if self._is_damaged(transfer, i) else CHECKSUM for i in checksums}
         if checksums:

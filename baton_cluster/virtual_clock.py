@@ -5,8 +5,8 @@ Pure. Events at the same instant happen in the order in which they were asked fo
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import Any
 
 
@@ -19,12 +19,13 @@ class VirtualClock:
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
 
     def after(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
-        self.at(self.now + seconds, call, *args)
+        self.num_events = number = self.num_events + 1
+        heappush(self._heap, (self.now + seconds if seconds > 0 else self.now, number, call, args))
 
     def at(self, when: float, call: Callable[..., None], *args: Any) -> None:
         """Plan `call(*args)`. What would lie in the past happens now."""
-        self.num_events += 1
-        heapq.heappush(self._heap, (max(when, self.now), self.num_events, call, args))
+        self.num_events = number = self.num_events + 1
+        heappush(self._heap, (when if when > self.now else self.now, number, call, args))
 
     def next_at(self) -> float | None:
         """When the next event is; None: nothing is planned."""
@@ -32,7 +33,7 @@ class VirtualClock:
 
     def step(self) -> None:
         """Go on to the next event and do it."""
-        self.now, _, call, args = heapq.heappop(self._heap)
+        self.now, _, call, args = heappop(self._heap)
         call(*args)
 
 

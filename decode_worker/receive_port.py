@@ -351,7 +351,7 @@ class ReceivePort:
         return self._settle(session, now)
 
     def on_blocks_free(self, now: float) -> list[Action]:
-        return self._admit(now)
+        return self._admit(now) if self._waiting else []
 
     def on_abort(self, key: RequestKey, now: float) -> list[Action]:
         session = self._by_key.get(key)

@@ -56,6 +56,9 @@ class WaitingOffers:
         for priority in sorted(self._queues):
             yield from list(self._queues.get(priority, {}).values())
 
+    def __bool__(self) -> bool:
+        return bool(self._queues)
+
     def __len__(self) -> int:
         return self._num_offers.total()
 

@@ -40,6 +40,16 @@ class ExpectedBlocks:
             del self._blocks[transfer]
         return block
 
+    def claim_all(self, transfer: TransferId, indices: Sequence[int]) -> list[int]:
+        """Claim each of these; those that could be claimed."""
+        blocks = self._blocks.get(transfer)
+        if blocks is None:
+            return []
+        if len(blocks) == len(indices) and blocks.keys() == set(indices):
+            del self._blocks[transfer]
+            return list(indices)
+        return [index for index in indices if self.claim(transfer, index) is not None]
+
     def find(self, transfer: TransferId, index: int) -> int | None:
         """As `claim`, which can still be called after it."""
         return self._blocks.get(transfer, {}).get(index)

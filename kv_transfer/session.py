@@ -54,12 +54,18 @@ RELINK_S: Final = 1.0
 """Seconds from the loss of a link for which D waits to hear of the transfer again."""
 
 
-class Side(Enum):
+class _Key(Enum):
+    """Members are looked up for each message; Enum's own hash is of their names, and computed in Python."""
+
+    __hash__ = object.__hash__
+
+
+class Side(_Key):
     PREFILL = "prefill"
     DECODE = "decode"
 
 
-class State(Enum):
+class State(_Key):
     OFFERED = "offered"
     """No credit yet; nobody holds blocks for the transfer."""
     OPEN = "open"
@@ -76,7 +82,7 @@ class State(Enum):
 ENDS: Final = frozenset({State.DONE, State.REFUSED, State.FAILED, State.EXPIRED, State.ABORTED})
 
 
-class Event(Enum):
+class Event(_Key):
     OFFER = "offer"
     ACCEPT = "accept"
     REFUSE = "refuse"
@@ -246,16 +252,23 @@ class SendSession(Session):
     def add(self, blocks: Iterable[tuple[int, int]]) -> None:
         """Blocks `(index, block id)` are final in memory."""
         assert self.state is State.OPEN, self
-        self.queued.extend(pair for pair in blocks if pair[0] >= self.prefix_blocks)
+        if self.prefix_blocks:
+            blocks = [pair for pair in blocks if pair[0] >= self.prefix_blocks]
+        self.queued.extend(blocks)
 
     def take(self, limit: int, now: float) -> tuple[tuple[int, int], ...]:
         """Up to `limit` queued blocks, to be shipped now."""
-        blocks = tuple(self.queued.popleft() for _ in range(min(limit, len(self.queued))))
+        queued = self.queued
+        if len(queued) <= limit:
+            blocks = tuple(queued)
+            queued.clear()
+        else:
+            blocks = tuple([queued.popleft() for _ in range(limit)])
         if blocks:
             if not self.unsent:
                 self.renewed_at = now  # the lease starts to run
             self.happens(Event.DATA, Side.PREFILL)
-            self.unsent.update(index for index, _ in blocks)
+            self.unsent.update(dict(blocks))
             self.shipped_blocks.update(blocks)
         return blocks
 
@@ -297,8 +310,9 @@ class SendSession(Session):
         before = len(self.unsent)
         indices = tuple(indices)
         self.unsent.difference_update(indices)
-        for index in indices:
-            self.refs.pop(index, None)
+        if self.refs:
+            for index in indices:
+                self.refs.pop(index, None)
         if len(self.unsent) != before:
             self.renewed_at = now
         return before - len(self.unsent)
@@ -313,7 +327,7 @@ class SendSession(Session):
 
     def commit_message(self, checksummed: bool) -> Commit:
         assert self.first_token is not None
-        checksums = tuple(self.checksums.get(i, 0) for i in self.sent_indices())
+        checksums = tuple([self.checksums.get(i, 0) for i in self.sent_indices()])
         return Commit(self.transfer, self.first_token, checksums, checksummed)
 
     @property
@@ -382,7 +396,10 @@ class RecvSession(Session):
         """`(index, block id)` of these blocks, which the transport may write from now on; LANDS where they land."""
         indices = tuple(indices)
         self.announced.update(indices)
-        return tuple((index, LANDS if self.landing is not None else self.blocks[index]) for index in indices)
+        if self.landing is not None:
+            return tuple([(index, LANDS) for index in indices])
+        blocks = self.blocks
+        return tuple([(index, blocks[index]) for index in indices])
 
     def is_lent_anew(self, index: int, ref: int) -> bool:
         """Whether the block is to be fetched by this ref, now or again; a repetition of an earlier word is not."""
@@ -399,12 +416,13 @@ class RecvSession(Session):
 
     def receive(self, checksums: dict[int, int], now: float) -> None:
         """Blocks are in the pool. What was not announced or is here already counts as ignored."""
-        for index, checksum in checksums.items():
-            if index in self.announced and index not in self.received:
-                self.received[index] = checksum
-                self.renew(now)
-            else:
-                self._counters["ignored"] += 1
+        new = checksums
+        if not (checksums.keys() <= self.announced and checksums.keys().isdisjoint(self.received)):
+            new = {i: c for i, c in checksums.items() if i in self.announced and i not in self.received}
+            self._counters["ignored"] += len(checksums) - len(new)
+        if new:
+            self.received.update(new)
+            self.renew(now)
 
     def commit(self, message: Commit, now: float) -> bool:
         if not self.happens(Event.COMMIT, Side.PREFILL):

@@ -347,9 +347,10 @@ class SendPort:
         actions: list[Action] = []
         if refs:
             actions.append(ToPeer(transfer.target, Data(transfer, indices, refs)))
-        new = tuple((i, session.shipped_blocks[i]) for i in indices if i not in session.checksums)
+        blocks, known = session.shipped_blocks, session.checksums
+        new = tuple([(i, blocks[i]) for i in indices if i not in known])
         if new:
-            actions.append(HashBlocks(transfer, new, self._engine.lives_of(block for _, block in new)))
+            actions.append(HashBlocks(transfer, new, self._engine.lives_of([block for _, block in new])))
         return actions
 
     def on_hashed(self, transfer: TransferId, checksums: dict[int, int], now: float) -> list[Action]:

@@ -132,8 +132,9 @@ class BlockTables:
 
     def _allocate(self, request: EngineRequest, num_blocks: int) -> list[int] | None:
         blocks = self.pool.allocate(num_blocks)
+        last_owner, key = self.last_owner, request.key
         for block in blocks or ():
-            self.last_owner[block] = request.key
+            last_owner[block] = key
         return blocks
 
     # --- giving back ----------------------------------------------------------------------------
@@ -191,10 +192,12 @@ class BlockTables:
 
     def assert_writable(self, request: EngineRequest, num_tokens: int) -> None:
         """Assert that computing its next `num_tokens` tokens writes nothing that another request reads or may find."""
+        if self.cache is None:
+            return
         start, block_size = request.num_computed, self.block_size
         for index in range(start // block_size, self.blocks_for(start + num_tokens)):
             block = request.blocks[index]
-            covered = self.cache.num_covered(block) if self.cache is not None else 0
+            covered = self.cache.num_covered(block)
             assert covered <= max(0, start - index * block_size), f"{request!r} would write registered block {block}"
 
     # --- audit ----------------------------------------------------------------------------------

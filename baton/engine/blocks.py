@@ -66,9 +66,10 @@ class BlockPool:
             block, _ = self._cached.popitem(last=False)
             self.forget(block)
             blocks.append(block)
+        refs, lives = self.refs, self.lives
         for block in blocks:
-            self.refs[block] = 1
-            self.lives[block] += 1
+            refs[block] = 1
+            lives[block] += 1
         return blocks
 
     def share(self, block: int) -> None:
@@ -80,15 +81,16 @@ class BlockPool:
 
     def free(self, blocks: Sequence[int]) -> None:
         """One holder less of each. The last of them is the first to be given away: a chain goes from its end."""
-        refs = self.refs
+        refs, keys, free = self.refs, self._keys, self._free
         for block in reversed(blocks):
-            assert refs[block] > 0, f"block {block} freed twice"
-            refs[block] -= 1
-            if refs[block] == 0:
-                if self._keys[block]:
+            left = refs[block] - 1
+            assert left >= 0, f"block {block} freed twice"
+            refs[block] = left
+            if left == 0:
+                if keys[block]:
                     self._cached[block] = None
                 else:
-                    self._free.append(block)
+                    free.append(block)
 
     def num_unheld(self, blocks: Sequence[int]) -> int:
         """How many of them count as free now, and would not if they were shared."""

@@ -14,6 +14,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 
 from baton.engine.block_tables import BlockTables
+from baton.engine.decode_batch import DecodeBatch
 from baton.engine.fair_queue import FairQueue
 from baton.engine.policy import BatchPolicy
 from baton.engine.request import (
@@ -24,12 +25,13 @@ from baton.engine.request import (
     EngineRequest,
     PromptDone,
     RequestState,
+    StepItem,
     StepPlan,
 )
 from baton.engine.step import Step, StepLimits
 from baton.engine.step_time import StepTimes
 from baton.errors import InvalidRequestError, RequestTooLargeError
-from baton.protocol import FinishReason, LoadReport, RequestKey
+from baton.protocol import FinishReason, LoadReport, RequestKey, TokenOut
 from baton.timeline import Mark
 
 
@@ -70,8 +72,14 @@ class EngineCore:
         self._waiting = FairQueue()
         self._uncredited: dict[RequestKey, EngineRequest] = {}
         """Hand-offs that decode has not accepted yet: they hold no blocks and block nobody."""
+        self._uncredited_tokens = 0
+        """That they have to compute."""
         self._running: dict[RequestKey, EngineRequest] = {}
         """In order of admission: the last one is the first to be preempted."""
+        self._prompts: dict[RequestKey, EngineRequest] = {}
+        """Of the running ones those that have more than one token to compute."""
+        self._batch = DecodeBatch(block_size)
+        """Most of the others."""
         self._deadlines: list[tuple[float, RequestKey]] = []
         self._plan: StepPlan | None = None
         self._scheduled_at = 0.0
@@ -93,6 +101,7 @@ class EngineCore:
             self._waiting.push(request)
         else:
             self._uncredited[request.key] = request
+            self._uncredited_tokens += len(request.tokens)
 
     def _validate(self, request: EngineRequest) -> None:
         if request.key in self._requests:
@@ -124,7 +133,7 @@ class EngineCore:
 
     def grant(self, key: RequestKey, now: float) -> None:
         """Decode has reserved blocks: the request may start. From here on only `release` frees its blocks."""
-        request = self._uncredited.pop(key, None)
+        request = self._pop_uncredited(key)
         if request is not None:
             request.has_credit = True
             request.transfer_holds = True
@@ -137,10 +146,16 @@ class EngineCore:
             return
         if not self.can_ever_hold(request.max_len - 1):
             raise RequestTooLargeError(f"{request.max_len} tokens do not fit into this worker's pool")
-        del self._uncredited[key]
+        self._pop_uncredited(key)
         request.handoff = False
         request.has_credit = True
         self._waiting.push(request)
+
+    def _pop_uncredited(self, key: RequestKey) -> EngineRequest | None:
+        request = self._uncredited.pop(key, None)
+        if request is not None:
+            self._uncredited_tokens -= len(request.tokens)
+        return request
 
     # --- hand-over, decode side -----------------------------------------------------------------
 
@@ -153,7 +168,7 @@ class EngineCore:
         """
         self._validate(request)
         tables = self.tables
-        if any(tables.num_missing(waiting) > 0 and not tables.waits(waiting) for waiting in self._waiting):
+        if self._waiting and any(tables.num_missing(w) > 0 and not tables.waits(w) for w in self._waiting):
             return None
         if not tables.reserve(request, num_tokens):
             return None
@@ -200,7 +215,7 @@ class EngineCore:
     def lives_of(self, blocks: Iterable[int]) -> tuple[int, ...]:
         """`BlockPool.lives` of each block."""
         lives = self.pool.lives
-        return tuple(lives[block] for block in blocks)
+        return tuple([lives[block] for block in blocks])
 
     def release(self, key: RequestKey, now: float) -> None:
         """The transfer neither reads nor writes the request's blocks any more. Unknown keys are a no-op."""
@@ -221,9 +236,12 @@ class EngineCore:
 
     def _end(self, request: EngineRequest, reason: FinishReason, problem: str | None = None) -> Ended:
         request.ended = True
+        request.plain_until = 0
         if request.state is RequestState.RUNNING:
             del self._running[request.key]
-        elif request.state is RequestState.WAITING and self._uncredited.pop(request.key, None) is None:
+            self._prompts.pop(request.key, None)
+            self._batch.leave(request)
+        elif request.state is RequestState.WAITING and self._pop_uncredited(request.key) is None:
             self._waiting.remove(request)
         self.tables.withdraw(request)
         self._free_if_done(request)
@@ -248,28 +266,76 @@ class EngineCore:
             step = self._plan_step(now)
         self.num_preemptions += step.num_preempted
         self._waiting.advance(step.chunk_tokens)
-        self._plan = StepPlan(step.items, step.copies, step.skipped)
+        context = self._batch.context if step.in_batch.stop else 0
+        self._plan = StepPlan(step.items, step.copies, step.skipped, step.total_tokens, step.in_batch, context)
         self._scheduled_at = now
         self._chunk_tokens = step.chunk_tokens
         return self._plan
 
     def _plan_step(self, now: float) -> Step:
-        step = Step(self.tables, self._running, self._waiting, self.limits, self.times, now)
+        self._batch.begin(self._running.values())
+        step = Step(self.tables, self._running, self._prompts, self._batch, self._waiting, self.limits, self.times, now)
         self._policy.plan(step)
         return step
 
-    def complete(self, plan: StepPlan, tokens: Sequence[int | None], now: float) -> list[Effect]:
-        """Take in what a step sampled, aligned with `plan.items`: a token where `item.samples`, else None."""
+    def complete(
+        self, plan: StepPlan, tokens: Sequence[int | None], now: float, rows: list[TokenOut] | None = None
+    ) -> list[Effect]:
+        """Take in what a step sampled, aligned with `plan.items`: a token where `item.samples`, else None.
+
+        `rows`: gets what the router is told of each token. Then a token of which nothing else is to be told, as of
+        nearly all, is no effect.
+        """
         assert plan is self._plan, "complete() without its schedule()"
         self._plan = None
         self.num_steps += 1
         self.tables.end_copies(plan)
         chunk_tokens = self._chunk_tokens
         self.times.observe(plan.total_tokens - chunk_tokens, chunk_tokens, now - self._scheduled_at)
+        assert len(tokens) == len(plan.items), "a token, or None, for each item"
         effects: list[Effect] = []
-        for item, token in zip(plan.items, tokens, strict=True):
+        batch, members = self._batch, plan.in_batch
+        if members.start:
+            self._complete_items(plan.items[: members.start], tokens[: members.start], now, rows, effects)
+        if members.stop:
+            size = members.stop - members.start
+            of_batch = tokens[members] if len(tokens) > size else tokens
+            looks = batch.looks(of_batch)
+            start = 0
+            for place in looks:
+                if place > start:
+                    batch.advance(start, place, of_batch, rows, effects)
+                self._complete_items([batch.items[place]], [of_batch[place]], now, rows, effects)
+                start = place + 1
+            if start < size:
+                batch.advance(start, size, of_batch, rows, effects)
+            batch.end(looks)
+        if members.stop < len(tokens):
+            self._complete_items(plan.items[members.stop :], tokens[members.stop :], now, rows, effects)
+        return effects
+
+    def _complete_items(
+        self,
+        items: Sequence[StepItem],
+        tokens: Sequence[int | None],
+        now: float,
+        rows: list[TokenOut] | None,
+        effects: list[Effect],
+    ) -> None:
+        for item, token in zip(items, tokens, strict=True):
             request = item.request
             request.in_step = False
+            known = request.tokens
+            num_known = len(known) + 1
+            if num_known < request.plain_until and token is not None and token not in request.stop_ids:
+                # The same as below, for nearly every token there is.
+                request.num_computed = num_known - 1
+                known.append(token)
+                if rows is not None:
+                    rows.append(request.row(num_known - request.num_prompt - 1, token, None))
+                else:
+                    effects.append(Emit(request, num_known - request.num_prompt - 1, token, None))
+                continue
             if request.ended:
                 self._free_if_done(request)
                 continue
@@ -281,20 +347,29 @@ class EngineCore:
                 self.tables.computed(request)
             if item.prompt_logprobs is not None:
                 request.keep_prompt_logprobs(item.start, item.prompt_logprobs)
+            if num_known - computed <= 2:
+                self._prompts.pop(request.key, None)
             if token is None:
                 if request.handoff:
                     self._chunk_done(request, effects)
                 continue
-            request.tokens.append(token)
-            num_new = len(request.tokens) - request.num_context
+            known.append(token)
+            num_new = num_known - request.num_context
             if num_new <= 2:
                 request.marks.setdefault(Mark.FIRST_TOKEN if num_new == 1 else Mark.SECOND_TOKEN, now)
             finish: FinishReason | None = None
             if token in request.stop_ids and request.may_stop:
                 finish = "stop"
-            elif len(request.tokens) >= request.max_len:
+            elif num_known >= request.max_len:
                 finish = "length"
-            index = len(request.tokens) - request.num_prompt - 1
+            elif num_new > 1 and request.told_little:
+                request.plain_until = min(request.max_len, request.register_at + 1)
+                self._batch.join(request)
+            index = num_known - request.num_prompt - 1
+            if rows is not None:
+                rows.append(request.row(index, token, finish))
+                if finish is None and num_new > 1 and request.told_little:
+                    continue
             if item.logprobs is None and not request.prompt_logprobs:
                 effects.append(Emit(request, index, token, finish))
             else:
@@ -309,7 +384,6 @@ class EngineCore:
                 del self._running[request.key]
                 request.state = RequestState.HANDED
                 effects.append(PromptDone(request, token))
-        return effects
 
     def fail_step(self, plan: StepPlan, now: float) -> list[Effect]:
         """The step could not be computed: end every request in it, as their KV is not to be trusted."""
@@ -331,7 +405,7 @@ class EngineCore:
         start = request.num_shipped_blocks
         if end > start:
             request.num_shipped_blocks = end
-            effects.append(ChunkDone(request, tuple((i, request.blocks[i]) for i in range(start, end))))
+            effects.append(ChunkDone(request, tuple(enumerate(request.blocks[start:end], start))))
 
     # --- time, load, audit ------------------------------------------------------------------------
 
@@ -358,15 +432,15 @@ class EngineCore:
 
     def load(self) -> LoadReport:
         """How full this engine is."""
-        queued = [*self._waiting, *self._uncredited.values()]
-        pending = sum(len(r.tokens) - r.num_computed for r in queued)
-        pending += sum(n for r in self._running.values() if (n := len(r.tokens) - r.num_computed) > 1)
-        cache = self.tables.cache
-        times = self.times.summary(max(1, len(self._running)))
+        pending, uncredited = 0, self._uncredited_tokens
+        if self._waiting or self._prompts:
+            pending = sum([len(r.tokens) - r.num_computed for r in (*self._waiting, *self._prompts.values())])
+        cache, num_running = self.tables.cache, len(self._running)
+        times = self.times.summary(num_running or 1)
         return LoadReport(
-            num_waiting=len(queued),
-            num_running=len(self._running),
-            num_pending_tokens=pending,
+            num_waiting=len(self._waiting) + len(self._uncredited),
+            num_running=num_running,
+            num_pending_tokens=pending + uncredited,
             blocks_free=self.pool.num_free,
             blocks_total=self.pool.num_blocks,
             num_steps=self.num_steps,
@@ -377,7 +451,14 @@ class EngineCore:
             decode_slope_s=times.slope_s,
             prefill_token_s=times.token_s,
             num_preemptions=self.num_preemptions,
+            num_uncredited=len(self._uncredited),
+            num_uncredited_tokens=uncredited,
         )
+
+    def occupancy(self) -> tuple[int, int, int]:
+        """Blocks that are not free, requests that run, requests that wait: cheap, for a record of each step."""
+        num_waiting = len(self._waiting) + len(self._uncredited)
+        return self.pool.num_blocks - self.pool.num_free, len(self._running), num_waiting
 
     def live(self) -> list[RequestKey]:
         """Every request that has not ended."""
@@ -405,7 +486,10 @@ class EngineCore:
         self.tables.check_integrity(self._requests.values())
         for request in self._running.values():
             assert request.state is RequestState.RUNNING and not request.ended, request
+        prompts = {key for key, r in self._running.items() if len(r.tokens) - r.num_computed > 1}
+        assert prompts == self._prompts.keys(), "running prompts that nobody, or no prompts that somebody, knows of"
         for request in self._waiting:
             assert request.state is RequestState.WAITING and not request.ended and request.has_credit, request
         for request in self._uncredited.values():
-            assert not request.blocks and not request.has_credit, request
+            assert not request.blocks and not request.has_credit and not request.num_computed, request
+        assert self._uncredited_tokens == sum(len(request.tokens) for request in self._uncredited.values())

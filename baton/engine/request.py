@@ -16,14 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from functools import partial
 
 import msgspec
 
-from baton.protocol import FinishReason, RequestKey
+from baton.protocol import FinishReason, RequestKey, TokenOut
 from baton.sampling_params import SamplingParams, TokenLogprobs
 
 NEVER = 1 << 62
 """More tokens than any request has."""
+NOBODY = slice(0, 0)
 
 
 class RequestState(Enum):
@@ -51,6 +53,7 @@ class EngineRequest:
         "num_computed",
         "num_shipped_blocks",
         "state",
+        "in_batch",
         "in_step",
         "transfer_holds",
         "ended",
@@ -61,6 +64,9 @@ class EngineRequest:
         "stop_ids",
         "max_len",
         "plain",
+        "plain_until",
+        "told_little",
+        "row",
         "prompt_logprobs",
         "cache_salt",
         "block_keys",
@@ -102,6 +108,8 @@ class EngineRequest:
         self.num_shipped_blocks = 0
         self.state = RequestState.WAITING
         self.in_step = False
+        self.in_batch = False
+        """A member of the `DecodeBatch`."""
         self.transfer_holds = False
         self.ended = False
         self.deadline = deadline
@@ -115,6 +123,13 @@ class EngineRequest:
         self.max_len = self.num_prompt + sampling.max_tokens
         self.plain = is_plain(sampling)
         """Its tokens are the most probable ones, and nobody asks about others."""
+        self.plain_until = 0
+        """A token that leaves it with fewer tokens than this, and is no stop token, is only kept and told; 0: none."""
+        asks = sampling.logprobs is not None or sampling.prompt_logprobs is not None
+        self.told_little = not asks and sampling.structured is None
+        """Of its tokens nothing but themselves is asked, and there always is one."""
+        self.row = partial(TokenOut, *key)
+        """`row(index, token, finish)`: what the router is told of a token."""
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         """Of the prompt's tokens so far, if they are wanted; empty again once they went out with the first token."""
         # What the block tables and the prefix cache keep of it.
@@ -214,23 +229,46 @@ class StepItem:
         """Why this request, and no other of the step, has to end with an error."""
 
 
+class DecodeItem(StepItem):
+    """Of a request that computes its last token, step by step: one object for all of these steps."""
+
+    __slots__ = ()
+    num_tokens = 1
+    samples = True
+
+    def __init__(self, request: EngineRequest):
+        self.request = request
+        self.logprobs = self.prompt_logprobs = self.problem = None
+
+    @property
+    def start(self) -> int:  # type: ignore[override]
+        return self.request.num_computed
+
+
 class StepPlan:
     """One engine step: which requests advance by how many tokens. No phases in it."""
 
-    __slots__ = ("copies", "items", "skipped", "total_tokens")
+    __slots__ = ("batch_context", "copies", "in_batch", "items", "skipped", "total_tokens")
 
     def __init__(
         self,
         items: list[StepItem],
         copies: Sequence[tuple[int, int]] = (),
         skipped: Sequence[tuple[EngineRequest, str]] = (),
+        total_tokens: int | None = None,
+        in_batch: slice = NOBODY,
+        batch_context: int = 0,
     ):
         self.items = items
         self.skipped = skipped
         """Requests that do not advance, and why; see `Step.skipped`."""
+        self.in_batch = in_batch
+        """Which items are those of the `DecodeBatch`: each computes one token and samples."""
+        self.batch_context = batch_context
+        """Positions that they attend to, in all."""
         self.copies = copies
         """`(source, target)`: blocks to be copied before anything is computed."""
-        self.total_tokens = sum(item.num_tokens for item in items)
+        self.total_tokens = sum(item.num_tokens for item in items) if total_tokens is None else total_tokens
 
     @property
     def num_tokens(self) -> dict[RequestKey, int]:
@@ -252,7 +290,7 @@ class StepPlan:
 # --- effects: what the core asks its surroundings to do -------------------------------------------
 
 
-class Emit(msgspec.Struct, frozen=True):
+class Emit(msgspec.Struct, frozen=True, gc=False):
     """A sampled token for the router. `finish` is set on the request's last token."""
 
     request: EngineRequest

@@ -9,8 +9,9 @@ from heapq import merge
 from typing import NamedTuple
 
 from baton.engine.block_tables import BlockTables
+from baton.engine.decode_batch import DecodeBatch
 from baton.engine.fair_queue import FairQueue, order
-from baton.engine.request import EngineRequest, RequestState, StepItem
+from baton.engine.request import NOBODY, EngineRequest, RequestState, StepItem
 from baton.engine.step_time import StepTimes
 from baton.protocol import RequestKey
 from baton.timeline import Mark
@@ -28,13 +29,16 @@ class StepLimits(NamedTuple):
 class Step:
     """One step under construction: the token budget, and the items chosen so far (`policy.StepOrder`).
 
-    Moves requests between `running` (in order of admission) and `waiting`, which are the engine core's.
+    Moves requests between `running` (in order of admission) and `waiting`, which are the engine core's. `prompts`: of
+    the running ones those that have more than one token to compute; `batch`: most of the others.
     """
 
     def __init__(
         self,
         tables: BlockTables,
         running: dict[RequestKey, EngineRequest],
+        prompts: dict[RequestKey, EngineRequest],
+        batch: DecodeBatch,
         waiting: FairQueue,
         limits: StepLimits,
         times: StepTimes,
@@ -46,8 +50,12 @@ class Step:
         """Requests that could have advanced, and why they do not; of those beyond a spent budget or a full batch only
         the first."""
         self.chunk_tokens = 0
+        self.in_batch = NOBODY
+        """Items of the batch."""
         self._tables = tables
         self._running = running
+        self._prompts = prompts
+        self._batch = batch
         self._waiting = waiting
         self._limits = limits
         self._times = times
@@ -57,7 +65,20 @@ class Step:
         """Requests that gave their blocks up for others."""
 
     def decode(self) -> None:
-        # This loop and the one in `complete` run for every token; they are written out rather than factored.
+        batch, num_members = self._batch, len(self._batch)
+        if num_members:
+            num_decodes = len(self._running) - len(self._prompts)
+            # Where not all may go on, the order in which they come to budget and blocks counts.
+            if num_decodes <= min(self._budget, self._tables.pool.num_free):
+                batch.grow(self._tables.grow)
+                start = len(self.items)
+                self.items += batch.start()
+                self.in_batch = slice(start, start + num_members)
+                self._budget -= num_members
+                if num_decodes == num_members:
+                    return
+            else:
+                batch.dissolve()
         block_size, items, budget = self._tables.block_size, self.items, self._budget
         for request in list(self._running.values()):
             num_tokens = len(request.tokens)
@@ -78,7 +99,7 @@ class Step:
         self._budget = budget
 
     def prompts(self) -> None:
-        prompts = [r for r in self._running.values() if len(r.tokens) - r.num_computed > 1 and not r.in_step]
+        prompts = [r for r in self._prompts.values() if not r.in_step]
         if not prompts and not self._waiting:
             return
         prompts.sort(key=order)
@@ -91,7 +112,7 @@ class Step:
             self.skipped.append((waiting[0], full))
             waiting = []
         must_hold_blocks = False
-        for request in merge(prompts, waiting, key=order):
+        for request in merge(prompts, waiting, key=order) if prompts and waiting else prompts or waiting:
             if self._budget == 0:
                 self.skipped.append((request, f"the budget of {self._limits.max_batch_tokens} tokens is spent"))
                 return
@@ -109,6 +130,11 @@ class Step:
                 continue
             self._admit(request, chunk_budget - self.chunk_tokens)
             full = self._full(num_decodes)
+
+    @property
+    def total_tokens(self) -> int:
+        """That its items compute."""
+        return self._limits.max_batch_tokens - self._budget
 
     def has_chunk(self) -> bool:
         return any(item.num_tokens > 1 for item in self.items)
@@ -154,7 +180,10 @@ class Step:
         num_new = len(request.tokens) - request.num_context
         request.marks.setdefault(Mark.DECODE_START if num_new else Mark.PREFILL_START, self._now)
         # What the prefix cache holds is no part of it, so it may be only one token by now.
-        self._add(request, min(len(request.tokens) - request.num_computed, max(1, chunk_budget)))
+        remaining = len(request.tokens) - request.num_computed
+        if remaining > 1:
+            self._prompts[request.key] = request
+        self._add(request, min(remaining, max(1, chunk_budget)))
 
     def _add(self, request: EngineRequest, num_tokens: int) -> None:
         num_tokens = min(num_tokens, self._budget)
@@ -206,10 +235,12 @@ class Step:
 
     def _preempt(self, victim: EngineRequest) -> None:
         self._tables.free(victim)
-        victim.num_computed = 0
+        victim.num_computed = victim.plain_until = 0
         self.num_preempted += 1
         if victim.state is RequestState.RUNNING:
             del self._running[victim.key]
+            self._prompts.pop(victim.key, None)
+            self._batch.leave(victim)
             victim.state = RequestState.WAITING
             self._waiting.push_back(victim)
 

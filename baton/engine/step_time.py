@@ -13,6 +13,7 @@ Pure: durations are told.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import OrderedDict
 from typing import NamedTuple
 
 FORGET = 0.2
@@ -42,7 +43,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._decode_s: dict[int, float] = {}
-        self._seen_at: dict[int, int] = {}
+        self._seen_at: OrderedDict[int, int] = OrderedDict()
         """By number of decodes, the step that had it last, oldest first."""
         self._num_steps = 0
         self._token_s: float | None = None
@@ -60,12 +61,13 @@ class StepTimes:
             self._y = self._y * KEEP + seconds
             self._xx = self._xx * KEEP + n * n
             self._xy = self._xy * KEEP + n * seconds
-            self._decode_s[num_decodes] = _blend(self._decode_s.get(num_decodes), seconds)
-            self._seen_at.pop(num_decodes, None)
-            self._seen_at[num_decodes] = self._num_steps
-            oldest = next(iter(self._seen_at))
-            if self._seen_at[oldest] < self._num_steps - STALE_STEPS:
-                del self._seen_at[oldest], self._decode_s[oldest]
+            known, seen_at = self._decode_s, self._seen_at
+            known[n] = _blend(known.get(n), seconds)
+            seen_at[n] = self._num_steps
+            seen_at.move_to_end(n)
+            oldest = next(iter(seen_at))
+            if seen_at[oldest] < self._num_steps - STALE_STEPS:
+                del seen_at[oldest], known[oldest]
         else:
             rest = max(0.0, seconds - self.decode_s(num_decodes))
             self._token_s = _blend(self._token_s, rest / num_chunk_tokens)

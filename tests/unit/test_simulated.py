@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -12,9 +14,13 @@ from baton.engine.request import EngineRequest
 from baton.errors import ClusterError, ConfigError
 from baton.layout import KVLayout
 from baton.sampling_params import SamplingParams
+from baton.step_log import StepRecord
 from baton.timeline import Mark
 from baton_cluster.latency import ConstantLatency, LatencyModel, LinearLatency, LinkModel
-from baton_cluster.simulated import SimulatedCluster
+from baton_cluster.network import Network
+from baton_cluster.simulated import Arrival, SimulatedCluster, SimulatedRequest
+from baton_cluster.virtual_clock import VirtualClock
+from router.request import RoutedRequest
 from tests.fakes import made_up_token
 from tests.stub_cluster import expected_tokens
 
@@ -27,16 +33,23 @@ STEP_S, LINK = 0.01, LinkModel(latency_s=0.001, bytes_per_s=LAYOUT.block_bytes /
 
 
 def cluster_of(
-    pools: dict[str, Any], latency: LatencyModel | None = None, *, history: bool = False, **sections: Any
+    pools: dict[str, Any],
+    latency: LatencyModel | None = None,
+    *,
+    history: bool = False,
+    steps: list[StepRecord] | None = None,
+    link: LinkModel = LINK,
+    **sections: Any,
 ) -> SimulatedCluster:
     return SimulatedCluster(
         parse_config({"launcher": "local", "pools": pools, **sections}),
         latency or ConstantLatency(STEP_S),
-        LINK,
+        link,
         layout=LAYOUT,
         max_model_len=512,
         next_token=made_up_token,
         history=history,
+        on_step=None if steps is None else steps.append,
     )
 
 
@@ -70,6 +83,76 @@ def test_split_times_add_the_offer_and_the_wire() -> None:
     assert marks[Mark.FINISHED] == pytest.approx(adopted + 2 * STEP_S)
     assert request.kv_bytes == 3 * LAYOUT.block_bytes
     assert request.timeline.residual(request.latency_s or 0.0) == pytest.approx(3e-3)  # trips: one there, two back
+
+
+def sent_at(transfers: list[tuple[float, str, str, float]], nic: float, pair: float) -> list[float]:
+    """When each of these, `(start, source, target, bytes)`, has left."""
+    clock, ends = VirtualClock(), dict[int, float]()
+    network = Network(clock, nic, pair)
+    for number, (at, source, target, num_bytes) in enumerate(transfers):
+
+        def note(number: int = number) -> None:
+            ends[number] = clock.now
+
+        clock.at(at, network.send, source, target, num_bytes, note)
+    while clock.next_at() is not None:
+        clock.step()
+    assert network.rates() == {}
+    return [ends[number] for number in range(len(transfers))]
+
+
+def test_transfers_share_the_interfaces_of_both_ends_and_leave_what_others_cannot_use() -> None:
+    alone = [(0.0, "p0", "d0", 100.0)]
+    assert sent_at(alone, 10.0, 100.0) == pytest.approx([10.0])
+    assert sent_at(alone, 10.0, 4.0) == pytest.approx([25.0])
+    # Two into one: half each, until the shorter one has left at 20; 50 bytes are left then.
+    assert sent_at([*alone, (0.0, "p1", "d0", 150.0)], 10.0, 100.0) == pytest.approx([20.0, 25.0])
+    # One into two, the second of which comes at 5: 50 bytes alone, then 50 at half the rate, and 50 of the other alone.
+    assert sent_at([*alone, (5.0, "p0", "d1", 100.0)], 10.0, 100.0) == pytest.approx([15.0, 20.0])
+    # The directions are apart, and a pair sends one after the other.
+    assert sent_at([*alone, (0.0, "d0", "p0", 100.0)], 10.0, 100.0) == pytest.approx([10.0, 10.0])
+    assert sent_at([*alone, (0.0, "p0", "d0", 100.0)], 10.0, 100.0) == pytest.approx([10.0, 20.0])
+    # p0 shares d0 with two others (10/3 each); what that leaves of p0's interface goes to d1 (20/3).
+    others = [(0.0, "p1", "d0", 100.0), (0.0, "p2", "d0", 100.0)]
+    shared = sent_at([*alone, *others, (0.0, "p0", "d1", 100.0)], 10.0, 100.0)
+    assert shared == pytest.approx([30.0, 30.0, 30.0, 15.0])
+
+
+def test_a_dropped_transfer_leaves_the_interface_to_the_others() -> None:
+    clock, ends = VirtualClock(), list[tuple[str, float]]()
+    network = Network(clock, 10.0, 100.0)
+    for source in ("p0", "p1"):
+        for part in "ab":
+            network.send(source, "d0", 100.0, lambda what=source + part: ends.append((what, clock.now)))  # type: ignore[misc]
+    clock.at(4.0, network.drop, "p0", "d0")  # 20 bytes of each have left
+    while clock.next_at() is not None:
+        clock.step()
+    assert ends == [("p1a", pytest.approx(12.0)), ("p1b", pytest.approx(22.0))]
+
+
+def test_prompts_that_reach_a_decode_worker_at_once_take_twice_as_long_where_they_share_its_interface() -> None:
+    wire_s = {}
+    for nic in (None, LINK.bytes_per_s):
+        pools = {"prefill": {"workers": 2, "kv_blocks": 64}, "decode": {"kv_blocks": 64}}
+        cluster = cluster_of(pools, link=LinkModel(LINK.latency_s, LINK.bytes_per_s, nic))
+        requests = [cluster.submit(0.0, range(i, i + 40), sampling(3)) for i in (0, 100)]
+        cluster.run()
+        cluster.check_ledger()
+        assert {r.prefill_worker for r in requests} == {"prefill-0", "prefill-1"}
+        wire_s[nic] = [r.timeline.marks[Mark.ADOPTED] - r.timeline.marks[Mark.COMMITTED] for r in requests]
+    assert wire_s[None] == pytest.approx([3 * 2e-3 + 1e-3] * 2)
+    assert wire_s[LINK.bytes_per_s] == pytest.approx([2 * 3 * 2e-3 + 1e-3] * 2)
+
+
+@pytest.mark.parametrize("silently", [False, True])
+def test_faults_on_a_shared_network_cost_no_token(silently: bool) -> None:
+    cluster = cluster_of(SPLIT_2_2, transfer={"lease_s": 4.0}, link=LinkModel(1e-3, LINK.bytes_per_s, LINK.bytes_per_s))
+    requests = [cluster.submit(0.02 * i, range(1 + 9 * i), sampling(40)) for i in range(12)]
+    cluster.kill("decode-0", 0.15, silently=silently)
+    cluster.restart("prefill-1", 0.3)
+    cluster.run()
+    cluster.check_ledger()
+    assert [r.tokens for r in requests] == [expected_tokens(r.prompt, 40) for r in requests]
 
 
 def test_a_linear_model_counts_tokens_and_context() -> None:
@@ -168,6 +251,88 @@ def test_run_until_can_be_gone_on_with() -> None:
     cluster.cancel(request, 1.06)
     assert cluster.run() == [request]
     assert request.finish_reason == "abort"
+
+
+def trace_of(number: int, seen: list[int] | None = None) -> Iterator[Arrival]:
+    """Three at a time, some of which end at once: nothing can hold them. `seen`: how many were asked for."""
+    for i in range(number):
+        if seen is not None:
+            seen.append(i)
+        prompt = range(600) if i % 11 == 5 else range(1 + 7 * i % 90)
+        yield 0.013 * (i // 3), prompt, sampling(1 + 5 * i % 40)
+
+
+@pytest.mark.parametrize("pools", [COLOCATED, SPLIT, SPLIT_2_2])
+def test_a_played_trace_goes_as_the_same_requests_submitted(pools: dict[str, Any]) -> None:
+    def outcome(request: SimulatedRequest) -> tuple[Any, ...]:
+        places = request.prefill_worker, request.decode_worker
+        return request.number, request.tokens, request.token_times, request.ended_at, request.finish_reason, *places
+
+    submitted = cluster_of(pools)
+    for at_s, prompt, params in trace_of(60):
+        submitted.submit(at_s, prompt, params)
+    expected = list(map(outcome, submitted.run()))
+    played, ended = cluster_of(pools), list[SimulatedRequest]()
+    played.play(trace_of(60), ended.append)
+    played.check_ledger()
+    ends = [request.ended_at or 0.0 for request in ended]
+    assert ends == sorted(ends), "told in the order of their ends"
+    assert sorted(map(outcome, ended)) == expected
+    assert {r.error[0] if r.error else r.finish_reason for r in ended} == {"length", "request_too_large"}
+
+
+def test_a_trace_is_read_one_request_ahead_and_what_has_ended_is_forgotten() -> None:
+    kinds = (SimulatedRequest, RoutedRequest, EngineRequest)
+
+    def num_alive() -> int:
+        gc.collect()
+        return sum(type(thing) in kinds for thing in gc.get_objects())
+
+    before = num_alive()
+    cluster, seen = cluster_of(SPLIT), list[int]()
+    slow = ((at_s * 30, prompt, params) for at_s, prompt, params in trace_of(300, seen))
+    last = -1
+
+    def on_end(request: SimulatedRequest) -> None:
+        nonlocal last
+        last = max(last, request.number)
+        assert len(seen) <= last + 12, "it reads ahead"
+        if request.number == 250:
+            assert num_alive() - before < 50, "ended requests are kept"
+
+    cluster.play(slow, on_end)
+    assert len(seen) == 300
+    assert cluster.requests == []
+
+
+def test_a_trace_may_follow_another_and_its_times_must_not_fall() -> None:
+    cluster, ended = cluster_of(COLOCATED), list[SimulatedRequest]()
+    cluster.play([], ended.append)
+    cluster.play(trace_of(5), ended.append)
+    start = cluster.clock.now
+    cluster.play([(start + 1.0, range(20), sampling(3))], ended.append)
+    assert [r.number for r in ended[-1:]] == [5]
+    assert ended[-1].token_times[0] == pytest.approx(start + 1.0 + 4e-3 + STEP_S)
+    with pytest.raises(ClusterError, match=r"request 6 arrives at 0\.5 s.*order of arrival"):
+        cluster.play([(0.5, range(20), sampling(3))], ended.append)
+    now = cluster.clock.now
+    with pytest.raises(ClusterError, match=r"request 7 arrives.*order of arrival"):
+        cluster.play([(now + 2, range(20), sampling(3)), (now + 1, range(20), sampling(3))], ended.append)
+
+
+def test_each_step_is_told_as_it_ends() -> None:
+    steps: list[StepRecord] = []
+    cluster = cluster_of(SPLIT, steps=steps, engine={"max_batch_tokens": 32})
+    request = cluster.submit(0.0, range(40), sampling(3))
+    cluster.run()
+    prefill = [s for s in steps if s.worker == "prefill-0"]
+    assert [s.shape for s in prefill] == [(1, 32, 0, 528, 0, 0), (1, 8, 32, 292, 0, 0)]
+    assert [s.start_s for s in prefill] == pytest.approx([4e-3, 4e-3 + STEP_S])
+    assert [(s.kv_blocks, s.num_running, s.num_waiting) for s in prefill] == [(3, 1, 0)] * 2
+    decode = [s for s in steps if s.worker == "decode-0"]
+    assert [s.shape for s in decode] == [(0, 0, 0, 0, 1, 41), (0, 0, 0, 0, 1, 42)]
+    assert decode[0].start_s == pytest.approx(request.timeline.marks[Mark.ADOPTED])
+    assert {s.seconds for s in steps} == {STEP_S}
 
 
 def test_what_can_never_end_is_reported() -> None:
