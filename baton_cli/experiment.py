@@ -25,10 +25,10 @@ from baton_experiments.engine import Engine
 from baton_experiments.experiment import Watch, planned_s, run
 from baton_experiments.journal import Journal
 from baton_experiments.outcome import Outcome, write_outcome
-from baton_experiments.plan import EngineName, Estimate, Plan, Point, Setting
+from baton_experiments.plan import EngineName, Estimate, Plan, Point
 from baton_experiments.profiles.profile import EngineProfile
 from baton_experiments.real import RealEngine, Running
-from baton_experiments.records import RequestRecord
+from baton_experiments.records import RequestRecord, Setting
 from baton_experiments.report import environment, tables
 from baton_experiments.results import Result, read_result
 from baton_experiments.simulated import SimulatedEngine
@@ -266,18 +266,21 @@ def _against_table(points: list[dict[str, Any]]) -> Table:
     table = Table(title="Simulated against real, in ms", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("rate /s", "setting"):
         table.add_column(name, justify="left" if name == "setting" else "right", no_wrap=True)
-    names = list(points[0]["figures"]) if points else []
+    names = list(dict.fromkeys(name for point in points for name in point["figures"]))
     for name in names:
         table.add_column(name.removesuffix("_ms").replace("_", " ").upper(), justify="right")
     for point in points:
         setting = Setting(point["placement"], point["chunk_tokens"], point["engine"])
-        cells = [
-            f"{figure['simulated']:.0f} {figure['real']:.0f} {figure['error']:+.0%}{'' if figure['within'] else ' !'}"
-            for figure in point["figures"].values()
-        ]
+        cells = [_against_text(point["figures"].get(name)) for name in names]
         table.add_row(f"{point['rate']:g}", str(setting), *cells)
     table.caption = "simulated, real, difference; !: beyond 10 % and beyond the real runs' own 95 % interval"
     return table
+
+
+def _against_text(figure: dict[str, Any] | None) -> str:
+    if figure is None:
+        return "-"
+    return f"{figure['simulated']:.0f} {figure['real']:.0f} {figure['error']:+.0%}{'' if figure['within'] else ' !'}"
 
 
 def read_against(folder: Path) -> tuple[ClusterConfig, Plan, Result]:

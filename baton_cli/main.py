@@ -495,7 +495,8 @@ def plan(
     ] = None,
     gpus: Annotated[int, typer.Option(min=1, help="The budget: no placement takes more.")] = 8,
     profile: Annotated[
-        str, typer.Option(help="What steps take, from `baton profile` or published: a file or folder.", show_default=False)
+        str,
+        typer.Option(help="What steps take, from `baton profile` or published: a file or folder.", show_default=False),
     ] = "",
     model: Annotated[str | None, typer.Option(help="Of a profile that has several: its name or a part of it.")] = None,
     hardware: Annotated[str | None, typer.Option(help="The same of the hardware.")] = None,
@@ -506,7 +507,9 @@ def plan(
     kv_tokens_per_gpu: Annotated[
         int | None, typer.Option(min=1, help="That the KV cache holds, in place of what the profile says.")
     ] = None,
-    link_gb_per_s: Annotated[float | None, typer.Option(help="Between workers. Default: the profile's, else 25.")] = None,
+    link_gb_per_s: Annotated[
+        float | None, typer.Option(help="Between workers. Default: the profile's, else 25.")
+    ] = None,
     workload: Annotated[
         str | None,
         typer.Option(metavar="NAME|FILE", help="chat, code, summarize, reasoning (chat/8: an eighth), or a trace."),

@@ -60,7 +60,11 @@ def run_profile(
 
     `cpu_time`: count what steps' threads had of their cores, as if nothing else had run.
     """
+    from baton.engine.build import resolve_device
+
     pool = require_pool(config, pool)
+    if cpu_time and (device := resolve_device(config.pools[pool])) != "cpu":
+        raise ConfigError("--cpu-time", "says nothing of a GPU", value=device, allowed="on CPUs only; leave it out")
     count = workers or sum(p.workers for p in config.pools.values())
     times: ClusterTimes | None = None
     with _bar() as bar:
@@ -81,8 +85,6 @@ def run_profile(
             bar.update(task, total=None)
             times = measure_cluster(config, told=told)
     between = Between() if times is None else Between(times.host_s, times.link, times.message_s, times.client_s)
-    if cpu_time and engine.device != "cpu":
-        raise ConfigError("--cpu-time", "says nothing of a GPU", value=engine.device)
     seen_s = [(step.shape, step.cpu_seconds if cpu_time else step.seconds) for step in steps]
     fitted = fit(seen_s, host_s=between.host_s or 0.0, spread=spread)
     share = cpu_share(steps) if engine.device == "cpu" else None

@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 
 from baton_experiments.bottlenecks import Bottleneck
-from baton_experiments.study import SHARE, Setting, Study
+from baton_experiments.records import Setting
+from baton_experiments.study import SHARE, Study
 from baton_experiments.words import percent
 
 

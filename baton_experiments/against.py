@@ -11,8 +11,8 @@ from itertools import combinations
 from typing import Any
 
 from baton_experiments.bootstrap import excludes_zero
-from baton_experiments.records import RequestRecord, Slo
-from baton_experiments.study import Setting, Study
+from baton_experiments.records import RequestRecord, Setting, Slo
+from baton_experiments.study import Study
 
 TOLERANCE = 0.1
 FIGURES: tuple[tuple[str, float], ...] = (("ttft", 0.5), ("ttft", 0.9), ("tbt", 0.5), ("tbt", 0.9))
@@ -44,6 +44,8 @@ def compare(simulated: Sequence[RequestRecord], real: Sequence[RequestRecord], s
         f"{TOLERANCE:.0%} or the real runs' own interval (the furthest is {worst:.0%} off); the winner is the same in "
         f"{same} of {len(winners)} comparisons that the real runs decide."
     )
+    if not figures:
+        sentence = "Nothing is compared with the real run: at no setting and rate have both of them latencies."
     return {"points": points, "winners": winners, "within": within, "figures": len(figures), "sentence": sentence}
 
 

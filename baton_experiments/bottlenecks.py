@@ -8,7 +8,8 @@
     router            requests wait in the router, or on their way to a worker, though workers have time
 
 The requests that miss the SLO vote, each for the part of its time that is largest among those that count for the limit
-it misses. Where none miss it, the fullest of the resources is named: the first to give way.
+it misses. Where none miss it, the fullest of the resources is named: the first to give way. Nothing limits workers that
+keep the SLO and are idle most of the time; of requests that all failed nobody can tell.
 
 Arithmetic over records and steps. Must not know how it is said to people beyond one sentence.
 """
@@ -16,24 +17,26 @@ Arithmetic over records and steps. Must not know how it is said to people beyond
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, Literal, cast
 
 import msgspec
 import numpy as np
 
-from baton_experiments.columns import Columns, Floats
+from baton_experiments.columns import Floats
 from baton_experiments.goodput import DEFINITIONS
-from baton_experiments.records import RequestRecord
-from baton_experiments.study import MAIN, Setting, Study
+from baton_experiments.records import Setting
+from baton_experiments.study import MAIN, SHARE, Study
 from baton_experiments.words import milliseconds, percent
-from baton_experiments.worker_use import WorkerUse, worker_use
+from baton_experiments.worker_use import FULL, worker_use
 
 Limit = Literal["prefill compute", "decode batch", "KV space", "hand-off", "router"]
 
 BUSY = 0.7
 """Of the time in steps: from here on a queue before a worker is its own."""
+IDLE = 0.3
+"""Of the time in steps: where no worker is busier and the SLO is kept, nothing limits."""
 
 
 class Bottleneck(msgspec.Struct, frozen=True):
@@ -41,7 +44,8 @@ class Bottleneck(msgspec.Struct, frozen=True):
     chunk_tokens: int | None
     engine: str
     rate: float
-    limit: Limit
+    limit: Limit | None
+    """None: nothing limits, or it cannot be told."""
     missed: float
     """Share of the requests that miss the SLO."""
     votes: dict[str, float]
@@ -56,17 +60,19 @@ def bottleneck(study: Study, setting: Setting, rate: float) -> Bottleneck:
     good = DEFINITIONS[MAIN].good
     assert good is not None
     missed = ~good(columns, study.slo)
-    uses = worker_use(study, setting, rate)
-    view = _View(columns, uses, study.records[setting, rate])
+    view = _View(study, setting, rate)
     votes: dict[str, float] = defaultdict(float)
     for row in np.flatnonzero(missed):
         votes[view.blame(int(row), study.slo.ttft_ms, study.slo.tbt_ms)] += 1
     share = float(missed.mean())
-    if votes:
+    limit: Limit | None
+    if not columns.done.any() or (share <= 1 - SHARE + 1e-9 and view.is_idle):
+        limit = None
+    elif votes:
         limit = cast(Limit, max(votes, key=lambda name: votes[name]))
-        votes = {name: count / int(missed.sum()) for name, count in sorted(votes.items(), key=lambda v: -v[1])}
     else:
         limit = view.fullest()
+    votes = {name: count / int(missed.sum()) for name, count in sorted(votes.items(), key=lambda v: -v[1])}
     first = columns.done & (columns.ttft > study.slo.ttft_ms)
     late = columns.done & (columns.tpot > study.slo.tbt_ms)
     failed = ~columns.done
@@ -82,8 +88,8 @@ def bottleneck(study: Study, setting: Setting, rate: float) -> Bottleneck:
         rate,
         limit,
         share,
-        dict(votes),
-        _sentence(limit, share, _facts(limit, view, gaps=bool(late.sum() >= first.sum()))),
+        votes,
+        _sentence(limit, share, float(failed.mean()), _facts(limit, view, gaps=bool(late.sum() >= first.sum()))),
         evidence,
     )
 
@@ -91,9 +97,12 @@ def bottleneck(study: Study, setting: Setting, rate: float) -> Bottleneck:
 class _View:
     """One point, as seen by who looks for its limit."""
 
-    def __init__(self, columns: Columns, uses: dict[str, WorkerUse], records: Sequence[RequestRecord]):
-        self.columns = columns
-        self.uses = uses
+    def __init__(self, study: Study, setting: Setting, rate: float):
+        records = study.records[setting, rate]
+        self.columns = columns = study.columns[setting, rate]
+        self.uses = worker_use(study, setting, rate)
+        self._runs = {run: steps for run, steps in study.steps.items() if (run.setting, run.rate) == (setting, rate)}
+        self._needed_tokens = sum(study.needed_tokens.get(run, 0) for run in self._runs)
         self.shared = bool(
             {r.prefill_worker for r in records if r.error is None}
             & {r.decode_worker for r in records if r.error is None}
@@ -102,11 +111,8 @@ class _View:
         self.known = bool(columns.stages)
         self.stages = columns.stages or defaultdict(lambda: np.zeros(len(columns)))
         self.num_prefill = max(1, len({r.prefill_worker for r in records if r.prefill_worker}))
-        span = float(np.ptp(columns.at_s)) * 1.0 if len(columns) else 0.0
-        """Of one run, about."""
-        self.window_s = (
-            sum(float(np.ptp(columns.at_s[columns.seed == seed])) for seed in np.unique(columns.seed)) or span
-        )
+        self.window_s = sum(float(np.ptp(columns.at_s[columns.seed == seed])) for seed in np.unique(columns.seed))
+        """From the first arrival to the last, summed over seeds."""
 
     # --- how full things are ------------------------------------------------------------------------
 
@@ -122,6 +128,11 @@ class _View:
             return found
         seconds = float(self.stages["prefill"].sum()) / 1e3
         return min(1.0, seconds / (self.window_s * self.num_prefill)) if self.window_s > 0 else 0.0
+
+    @cached_property
+    def is_idle(self) -> bool:
+        """Known from steps: no worker has much to do or to hold."""
+        return bool(self.uses) and all(u.busy < IDLE and (u.kv_full or 0.0) < FULL for u in self.uses.values())
 
     @cached_property
     def kv_is_full(self) -> bool:
@@ -232,10 +243,9 @@ class _View:
 
     @cached_property
     def recomputed(self) -> float:
-        """Tokens that were computed beyond what the requests needed, as a share of that; from steps."""
-        needed = int((self.columns.prompt_tokens + np.maximum(self.columns.output_tokens - 1, 0)).sum())
-        computed = sum(use.tokens for use in self.uses.values())
-        return max(0.0, computed / needed - 1) if needed else 0.0
+        """Tokens that were computed beyond what the requests needed, as a share of that; over whole runs."""
+        computed = sum(step.shape.chunk_tokens + step.shape.decodes for steps in self._runs.values() for step in steps)
+        return max(0.0, computed / self._needed_tokens - 1) if self._needed_tokens else 0.0
 
     def mean_stage(self, *names: str) -> float:
         done = self.columns.done
@@ -261,19 +271,27 @@ def _quantile(values: Floats, share: float) -> float | None:
 # --- sentences ------------------------------------------------------------------------------------------
 
 
-def _sentence(limit: Limit, missed: float, facts: Iterable[str]) -> str:
+def _sentence(limit: Limit | None, missed: float, failed: float, facts: Iterable[str]) -> str:
     """What it is and the numbers that say so."""
+    if failed == 1:
+        return "all requests failed, so what limits it is not known"
     because = f": {told}" if (told := "; ".join(facts)) else ""
+    failures = f", {percent(failed)} failed" if failed else ""
+    misses = f" ({percent(missed)} of the requests miss the SLO{failures})" if missed else ""
+    if limit is None:
+        return f"nothing limits it at such rates{misses}{because}"
     if missed:
-        return f"{limit} ({percent(missed)} of the requests miss the SLO){because}"
+        return f"{limit}{misses}{because}"
     return f"nothing yet, all requests keep the SLO; the first to give way is {limit}{because}"
 
 
-def _facts(limit: Limit, view: _View, *, gaps: bool) -> Iterable[str]:
+def _facts(limit: Limit | None, view: _View, *, gaps: bool) -> Iterable[str]:
     """`gaps`: not first tokens, but the gaps between tokens are what is late, if anything is."""
     prefill, decode = view.busy(prefill=True), view.busy(prefill=False)
     uses = list(view.uses.values())
-    if limit == "prefill compute":
+    if limit is None:
+        yield f"no worker is busy for more than {percent(max((u.busy for u in uses), default=0.0))} of the time"
+    elif limit == "prefill compute":
         if gaps and view.shared and view.prompts_hold_tokens_up:
             mixed = [u for u in uses if u.decodes and u.chunk_step_ms is not None]
             if mixed:

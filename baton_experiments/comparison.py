@@ -12,7 +12,8 @@ from typing import Literal
 import msgspec
 
 from baton_experiments.bootstrap import Interval, excludes_zero
-from baton_experiments.study import MAIN, Setting, Study
+from baton_experiments.records import Setting
+from baton_experiments.study import MAIN, Study
 
 TRIFLE = 0.02
 """Of the larger value: a smaller difference is not told, however certain it is."""

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from baton.step_log import StepRecord
-from baton_experiments.plan import EngineName, Setting
-from baton_experiments.records import RequestRecord
+from baton_experiments.plan import EngineName
+from baton_experiments.records import RequestRecord, Setting
 from baton_experiments.workloads import PlannedRequest
 
 OnRecord = Callable[[RequestRecord], None]

@@ -10,7 +10,8 @@ from itertools import combinations
 from typing import Any
 
 from baton_experiments.comparison import compare
-from baton_experiments.study import Setting, Study
+from baton_experiments.records import Setting
+from baton_experiments.study import Study
 from baton_experiments.words import number, per_second
 
 

@@ -22,8 +22,8 @@ from baton_experiments.columns import Columns
 from baton_experiments.engine import Engine, Label, Stage
 from baton_experiments.goodput import LinearReference
 from baton_experiments.journal import ALONE, Journal, Played
-from baton_experiments.plan import Plan, Point, Setting
-from baton_experiments.records import RequestRecord, Run, Slo
+from baton_experiments.plan import Plan, Point
+from baton_experiments.records import RequestRecord, Run, Setting, Slo
 from baton_experiments.work import Work
 from baton_experiments.workloads import RequestShape
 from baton_experiments.workloads import plan as with_prompts
@@ -66,8 +66,10 @@ class Collected(msgspec.Struct):
     @property
     def reference(self) -> LinearReference | None:
         """What requests take that are alone."""
-        found = LinearReference.estimated([Columns.of(self.alone)]) if self.alone else None
-        return None if found is None else msgspec.structs.replace(found, source="requests that were alone in a cluster")
+        if not self.alone:
+            return None
+        source = "requests that were alone in a cluster"
+        return LinearReference.estimated([Columns.of(self.alone)], quantile=0.5, source=source)
 
 
 def run(plan: Plan, engine: Engine, journal: Journal, watch: Watch) -> None:

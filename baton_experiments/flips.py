@@ -14,7 +14,8 @@ import numpy as np
 from baton_experiments.columns import Floats
 from baton_experiments.comparison import compare, is_told
 from baton_experiments.goodput import crossings
-from baton_experiments.study import SHARE, Setting, Study
+from baton_experiments.records import Setting
+from baton_experiments.study import SHARE, Study
 from baton_experiments.words import enumerated, limit_text, per_second
 
 SCALES = tuple(float(2 ** (k / 4)) for k in range(-12, 13))
@@ -87,6 +88,7 @@ def _sweep(study: Study, a: Setting, b: Setting, axis: Axis) -> list[dict[str, A
         for scale in SCALES
     ]
     points, replicates = [], []
+    top = study.highest_common(a, b)
     for setting in (a, b):
         rates = study.rates(setting)
         shares, drawn = [], []
@@ -95,9 +97,9 @@ def _sweep(study: Study, a: Setting, b: Setting, axis: Axis) -> list[dict[str, A
             good = [c.done & (c.ttft <= ttft) & (c.tpot <= tbt) for ttft, tbt in limits]
             shares.append([row.mean() for row in good])
             drawn.append(study.bootstrap.means(good, study.units[setting, rate]))
-        points.append(_capped(np.array(rates), np.array(shares).T))
+        points.append(_capped(np.array(rates), np.array(shares).T, top))
         by_scale = np.stack(drawn, axis=2)  # replicates, scales, rates
-        replicates.append([_capped(np.array(rates), by_scale[:, k]) for k in range(len(SCALES))])
+        replicates.append([_capped(np.array(rates), by_scale[:, k], top) for k in range(len(SCALES))])
     rows = []
     for k, (scale, (ttft, tbt)) in enumerate(zip(SCALES, limits, strict=True)):
         values = float(points[0][k]), float(points[1][k])
@@ -108,8 +110,8 @@ def _sweep(study: Study, a: Setting, b: Setting, axis: Axis) -> list[dict[str, A
     return rows
 
 
-def _capped(rates: Floats, shares: Floats) -> Floats:
-    capped: Floats = np.minimum(crossings(rates, shares, SHARE), rates[-1])
+def _capped(rates: Floats, shares: Floats, top: float) -> Floats:
+    capped: Floats = np.minimum(crossings(rates, shares, SHARE), top)
     return capped
 
 

@@ -69,8 +69,11 @@ class LinearReference(msgspec.Struct, frozen=True):
         return np.full(len(prompt_tokens), self.tbt_ms, dtype=np.float64)
 
     @classmethod
-    def estimated(cls, columns: Sequence[Columns]) -> LinearReference | None:
-        """From requests that met others, best at low rates: the shape by least squares, the level of the fastest 5 %.
+    def estimated(
+        cls, columns: Sequence[Columns], *, quantile: float = 0.05, source: str = "estimated"
+    ) -> LinearReference | None:
+        """The shape by least squares, the level by a quantile of the requests: 0.5 for requests that ran alone; a low
+        one for requests that met others, the fastest of which met fewest (best at low rates).
 
         Time in queues is left out where stages are known. None without a request that has two tokens.
         """
@@ -89,9 +92,8 @@ class LinearReference(msgspec.Struct, frozen=True):
             slope, base = 0.0, float(y.mean())
         elif base < 0:  # longer prompts cost more than in proportion: through the origin
             slope, base = float((x @ y) / (x @ x)), 0.0
-        level = float(np.quantile(y / np.maximum(base + slope * x, 1e-9), 0.05))
-        source = "estimated from the fastest requests of this experiment at its lowest rate"
-        return cls(base * level, slope * level, float(np.quantile(tpot, 0.05)), source)
+        level = float(np.quantile(y / np.maximum(base + slope * x, 1e-9), quantile))
+        return cls(base * level, slope * level, float(np.quantile(tpot, quantile)), source)
 
 
 def _distserve(columns: Columns, slo: Slo) -> Bools:
@@ -142,13 +144,16 @@ def slowdowns(columns: Columns, reference: Reference) -> dict[str, Floats]:
 
 
 def splitwise_slack(columns: Columns, reference: Reference) -> dict[str, float]:
-    """Limit over slowdown, for each of the nine (`ttft_p50`, ...); 1 or more: kept. What failed took forever."""
+    """Limit over slowdown, for each of the nine (`ttft_p50`, ...); 1 or more: kept. What failed took forever.
+
+    Infinite for the gaps of requests that have none.
+    """
     failed = int((~columns.done).sum())
     slack = {}
     for name, values in slowdowns(columns, reference).items():
         values = np.sort(np.concatenate([values, np.full(failed, np.inf)]))
         for percentile, limit in SLOWDOWNS[name].items():
-            slack[f"{name}_p{percentile}"] = limit / _percentile(values, percentile) if values.size else 0.0
+            slack[f"{name}_p{percentile}"] = limit / _percentile(values, percentile) if values.size else np.inf
     return slack
 
 

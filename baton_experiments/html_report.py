@@ -18,9 +18,9 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from baton_experiments import plot
-from baton_experiments.records import RequestRecord, Slo
+from baton_experiments.records import RequestRecord, Setting, Slo, Steps
 from baton_experiments.report import interval_text, rate_text
-from baton_experiments.study import Setting, Steps, Study
+from baton_experiments.study import Study
 from baton_experiments.words import number
 
 REPORT, FIGURES = "report.html", "figures"

@@ -17,8 +17,8 @@ from baton_experiments.experiment import Collected, collect, derived_slo, mean_l
 from baton_experiments.html_report import write_report
 from baton_experiments.journal import Journal
 from baton_experiments.plan import Plan, Point
-from baton_experiments.records import RequestRecord, Slo
-from baton_experiments.results import Result, Steps, write_records, write_steps, write_summary
+from baton_experiments.records import RequestRecord, Slo, Steps
+from baton_experiments.results import Result, write_records, write_steps, write_summary
 from baton_experiments.summary import summarize
 
 _POINT = ("placement", "chunk_tokens", "engine", "rate")
@@ -132,10 +132,14 @@ def _notes(
     notes = [_unequal(plan)] if plan.is_unequal else []
     points = len(plan.settings) * len(plan.rates) * len(plan.seeds)
     if collected.missing:
-        left_out = "" if whole else ", and settings are not compared on the same work"
+        used = (
+            "Only rates and seeds that all settings have done are in the summary"
+            if whole
+            else "No rate and seed is done by all settings, so the summary compares them on different work"
+        )
         notes.append(
-            f"Not complete: {points - len(collected.missing)} of {points} points are done. Only rates and seeds that "
-            f"all settings have done are in the summary{left_out}; the same command goes on."
+            f"Not complete: {points - len(collected.missing)} of {points} points are done. {used}; the same command "
+            "goes on."
         )
     if plan.num_ramp:
         notes.append(

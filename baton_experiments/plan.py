@@ -7,7 +7,6 @@ setting at one rate with one seed. Must not know clusters, results or clocks.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -15,32 +14,13 @@ import msgspec
 
 from baton.errors import ConfigError
 from baton_experiments.placement import num_workers, parse_placement
-from baton_experiments.records import Slo
+from baton_experiments.records import Setting, Slo
 from baton_experiments.work import Work
 
 MAX_RAMP = 200
-"""Requests: more than any cluster here holds at once, so that it is full by then."""
+"""Requests: the ramp of a long point need not grow with it."""
 
 EngineName = Literal["real", "simulated"]
-
-
-class Setting(NamedTuple):
-    """A placement, and what each of its workers computes at most in a step."""
-
-    placement: str
-    chunk_tokens: int | None = None
-    """`engine.max_batch_tokens`; None: as configured."""
-    engine: str = ""
-    """The profile's name, where more than one is compared."""
-
-    def __str__(self) -> str:
-        chunks = "" if self.chunk_tokens is None else f" in chunks of {self.chunk_tokens}"
-        return f"{self.placement}{chunks}" + (f" on {self.engine}" if self.engine else "")
-
-    @property
-    def file_name(self) -> str:
-        parts = [self.placement, f"chunk{self.chunk_tokens}" if self.chunk_tokens is not None else "", self.engine]
-        return "_".join(re.sub(r"[^A-Za-z0-9+.]+", "-", part) for part in parts if part)
 
 
 class Point(NamedTuple):

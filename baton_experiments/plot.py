@@ -16,7 +16,8 @@ from baton.timeline import Stage
 from baton_experiments.columns import STAGES, Floats
 from baton_experiments.plot_steps import gantt, kv
 from baton_experiments.plot_style import STYLE, WIDTH, Look
-from baton_experiments.study import Setting, Study
+from baton_experiments.records import Setting
+from baton_experiments.study import Study
 
 mpl.use("Agg")  # files only; a server has no screen
 from matplotlib import pyplot as plt

@@ -14,8 +14,8 @@ from matplotlib.patches import Patch
 
 from baton.step_log import StepRecord
 from baton_experiments.plot_style import DASHES, WIDTH, Look
-from baton_experiments.records import Run
-from baton_experiments.study import Setting, Study
+from baton_experiments.records import Run, Setting
+from baton_experiments.study import Study
 from baton_experiments.worker_use import window
 
 _KINDS = {"prefill": "#E69F00", "both": "#D55E00", "decode": "#56B4E9"}
@@ -27,7 +27,7 @@ def shown_runs(study: Study) -> list[tuple[Setting, Run]]:
     """Of each placement at its best, the run whose steps are drawn: all of one rate and seed, if they share one."""
     runs: dict[Setting, dict[tuple[float, int], Run]] = {}
     for run in study.steps:
-        setting = Setting(run.placement, run.chunk_tokens, run.engine)
+        setting = run.setting
         if setting in study.best.values() and study.steps[run] and (setting, run.rate) in study.columns:
             runs.setdefault(setting, {})[run.rate, run.seed] = run
     if not runs:
@@ -96,7 +96,7 @@ def kv(study: Study, summary: dict[str, Any], look: Look) -> Figure | None:
     shown = shown_runs(study)
     if not shown:
         return None
-    share = all(step.worker in study.kv_blocks for _, run in shown for step in study.steps[run][:50])
+    share = all(worker in study.kv_blocks for shown_run in shown for worker in _workers(study, *shown_run))
     figure: Figure
     figure, axes = plt.subplots(
         len(shown), 1, figsize=(WIDTH, 0.9 + 1.5 * len(shown)), sharex=True, sharey=True, squeeze=False

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton_experiments.study import Setting, Study
+from baton_experiments.records import Setting
+from baton_experiments.study import Study
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 1, 1, 1)))

@@ -28,8 +28,8 @@ from baton_cluster.ray_cluster import RayCluster, bundle
 from baton_cluster.ray_session import RaySession
 from baton_experiments.engine import Label, OnRecord, Say
 from baton_experiments.placement import with_placement
-from baton_experiments.plan import EngineName, Setting
-from baton_experiments.records import RequestRecord
+from baton_experiments.plan import EngineName
+from baton_experiments.records import RequestRecord, Setting
 from baton_experiments.workloads import PlannedRequest
 from router.client import AsyncRouterClient
 from router.completion import Completion

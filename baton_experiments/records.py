@@ -1,15 +1,18 @@
-"""What an experiment keeps: one record per request, as its client saw it, and the SLO that it is judged by.
+"""What an experiment keeps: records of requests and steps, the setting they are of, and the SLO they are judged by.
 
 Plain data; must not know clusters, files or statistics.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from baton.errors import ConfigError
+from baton.step_log import StepRecord
 
 
 class Slo(msgspec.Struct, frozen=True):
@@ -25,6 +28,25 @@ class Slo(msgspec.Struct, frozen=True):
         for name, value in (("ttft_ms", self.ttft_ms), ("tbt_ms", self.tbt_ms), ("e2el_ms", self.e2el_ms)):
             if value is not None and not value > 0:
                 raise ConfigError(name, "must be positive", value=value, allowed="milliseconds, > 0")
+
+
+class Setting(NamedTuple):
+    """A placement, and what each of its workers computes at most in a step."""
+
+    placement: str
+    chunk_tokens: int | None = None
+    """`engine.max_batch_tokens`; None: as configured."""
+    engine: str = ""
+    """The profile's name, where more than one is compared."""
+
+    def __str__(self) -> str:
+        chunks = "" if self.chunk_tokens is None else f" in chunks of {self.chunk_tokens}"
+        return f"{self.placement}{chunks}" + (f" on {self.engine}" if self.engine else "")
+
+    @property
+    def file_name(self) -> str:
+        parts = [self.placement, f"chunk{self.chunk_tokens}" if self.chunk_tokens is not None else "", self.engine]
+        return "_".join(re.sub(r"[^A-Za-z0-9+.]+", "-", part) for part in parts if part)
 
 
 class RequestRecord(msgspec.Struct):
@@ -74,3 +96,11 @@ class Run(NamedTuple):
     rate: float
     seed: int
     engine: str = ""
+
+    @property
+    def setting(self) -> Setting:
+        return Setting(self.placement, self.chunk_tokens, self.engine)
+
+
+Steps = Mapping[Run, Sequence[StepRecord]]
+"""The steps of each run. Clocks of runs that were simulated all begin at 0, so a step alone does not tell its run."""

@@ -15,58 +15,63 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from baton_experiments.study import MAIN
 from baton_experiments.words import number
 
 _STATISTICS = ("p50", "p90", "p99", "max")
 
 
 def tables(summary: dict[str, Any]) -> Iterable[RenderableType]:
-    """What `summarize` found: points, goodput under each definition, the verdict; and the notes, where it has some."""
-    yield points_table(summary["points"])
-    yield goodput_table(summary)
+    """What `summarize` found: points and goodput, one table of each per engine; the verdict; and notes, if any."""
+    for engine in dict.fromkeys(point["engine"] for point in summary["points"]) or ("",):
+        points = [point for point in summary["points"] if point["engine"] == engine]
+        goodputs = [row for row in summary["goodput"] if row["engine"] == engine]
+        yield points_table(points, engine)
+        yield goodput_table(goodputs, summary["definitions"], summary["slo"], engine)
     for at, sentence in enumerate(summary["verdict"]["sentences"]):
         yield Padding(Text(sentence, style="" if at else "bold"), (0, 0, 0 if at else 1, 0))
     for note in summary.get("notes", ()):
         yield Text(note, style="dim")
 
 
-def points_table(points: list[dict[str, Any]]) -> Table:
+def points_table(points: list[dict[str, Any]], engine: str = "") -> Table:
     """Latencies of each setting at each rate; of a placement with several chunk sizes the best is marked."""
     counts = "/".join(map(str, sorted({point["requests"] for point in points})))
-    title = f"TTFT and time between tokens (TBT), in ms; {counts} requests a row"
-    result = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    result.add_column("rate\n/s", justify="right")
-    has_chunks, has_engines = _columns_of_setting(result, points)
+    result = _table(f"TTFT and time between tokens (TBT), in ms; {counts} requests a row", engine)
+    result.add_column("rate\n/s", justify="right", no_wrap=True)
+    has_chunks = _add_setting(result, points)
     for name in ("TTFT", "TBT"):
         for statistic in _STATISTICS:
             result.add_column(f"{name if statistic == 'p50' else ''}\n{statistic}", justify="right", no_wrap=True)
-    result.add_column("SLO\nkept", justify="right")
-    result.add_column("tokens\n/s", justify="right")
+    result.add_column("SLO\nkept", justify="right", no_wrap=True)
+    result.add_column("tokens\n/s", justify="right", no_wrap=True)
     for point in sorted(points, key=lambda p: p["rate"]):
-        cells = [f"{point['rate']:g}", *_setting(point, has_chunks, has_engines)]
+        cells = [f"{point['rate']:g}", *_setting(point, has_chunks)]
         for name in ("ttft_ms", "tbt_ms"):
             values = point[name] or {}
             cells += [_milliseconds(values.get(key)) for key in _STATISTICS]
         rate = point["output_tokens_per_s"]
-        result.add_row(*cells, f"{point['goodput_share']:.0%}", f"{rate:,.1f}" if rate else "-")
+        result.add_row(*cells, f"{point['goodput_share']:.0%}", number(rate) if rate else "-")
     return result
 
 
-def goodput_table(summary: dict[str, Any]) -> Table:
-    """The rates that each setting reaches, at 90 and 99 % of the requests, one column a definition."""
-    slo = summary["slo"]
+def goodput_table(
+    rows: list[dict[str, Any]], definitions: dict[str, Any], slo: dict[str, Any], engine: str = ""
+) -> Table:
+    """The rates that each setting reaches, a row for 90 and one for 99 % of the requests, one column a definition."""
     limits = f"TTFT {slo['ttft_ms']:g} ms, TBT {slo['tbt_ms']:g} ms"
-    result = Table(title=f"Goodput in requests/s at 90 | 99 %: {limits}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    rows = summary["goodput"]
-    has_chunks, has_engines = _columns_of_setting(result, rows)
+    result = _table(f"Goodput in requests/s: {limits}", engine)
+    has_chunks = _add_setting(result, rows)
+    result.add_column("\nof", justify="right", no_wrap=True)
     names = list(dict.fromkeys(row["definition"] for row in rows))
     for name in names:
-        result.add_column(f"\n{summary['definitions'][name]['label']}", justify="right")
-    result.add_column("95 % interval\nof DistServe's at 90 %", justify="right")
-    for row in (r for r in rows if r["definition"] == names[0]):
+        result.add_column(definitions[name]["label"].replace(" ", "\n"), justify="right", vertical="bottom")
+    result.add_column("95 % interval\nof DistServe's", justify="right", no_wrap=True)
+    for row in (r for r in rows if r["definition"] == MAIN):
         mine = {r["definition"]: r for r in rows if _key(r) == _key(row)}
-        cells = [" | ".join(rate_text(mine[name], share) for share in ("90", "99")) for name in names]
-        result.add_row(*_setting(row, has_chunks, has_engines), *cells, interval_text(row, "90"))
+        for share in ("90", "99"):
+            cells = [rate_text(mine[name], share) for name in names]
+            result.add_row(*_setting(row, has_chunks), f"{share} %", *cells, interval_text(row, share))
     return result
 
 
@@ -79,30 +84,33 @@ def interval_text(row: dict[str, Any], share: str) -> str:
     if row["interval"][share] is None:
         return "-"
     low, high = row["interval"][share]
-    return f"{number(low)} to {number(high) if high is not None else 'more than tried'}"
+    return f"{number(low)} {f'to {number(high)}' if high is not None else 'or more'}"
 
 
-def _columns_of_setting(table: Table, rows: list[dict[str, Any]]) -> tuple[bool, bool]:
-    """Adds those that `_setting` fills: chunk size and engine only where there are any."""
-    chunks, engines = any(row["chunk_tokens"] for row in rows), len({row["engine"] for row in rows}) > 1
+def _table(title: str, engine: str) -> Table:
+    """Narrow: a terminal of 80 columns holds it."""
+    title += f"; on {engine}" if engine else ""
+    return Table(title=title, box=box.SIMPLE_HEAD, padding=0)
+
+
+def _add_setting(table: Table, rows: list[dict[str, Any]]) -> bool:
+    """Adds the columns that `_setting` fills. Whether there is one of the chunk size."""
+    has_chunks = any(row["chunk_tokens"] for row in rows)
     table.add_column("\nplacement", no_wrap=True)
-    if chunks:
-        table.add_column("\nchunk", justify="right")
-    if engines:
-        table.add_column("\nengine")
-    return chunks, engines
-
-
-def _setting(row: dict[str, Any], has_chunks: bool, has_engines: bool) -> list[str]:
-    cells = [row["placement"]]
     if has_chunks:
-        chunk = "" if row["chunk_tokens"] is None else str(row["chunk_tokens"])
-        cells.append(f"{chunk}{'*' if chunk and row['best'] else ''}")
-    return [*cells, row["engine"]] if has_engines else cells
+        table.add_column("\nchunk", justify="right", no_wrap=True)
+    return has_chunks
+
+
+def _setting(row: dict[str, Any], has_chunks: bool) -> list[str]:
+    if not has_chunks:
+        return [row["placement"]]
+    chunk = "" if row["chunk_tokens"] is None else str(row["chunk_tokens"])
+    return [row["placement"], f"{chunk}{'*' if chunk and row['best'] else ''}"]
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["placement"], row["chunk_tokens"], row["engine"]
+    return row["placement"], row["chunk_tokens"]
 
 
 def _milliseconds(value: float | None) -> str:
@@ -115,21 +123,33 @@ def environment() -> dict[str, Any]:
     """Where the numbers come from: machine, versions, commit where there is one."""
     from importlib.metadata import version
 
-    commit = None
-    try:
-        found = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, cwd=Path(__file__).parent
-        )
-        commit = found.stdout.strip() or None if found.returncode == 0 else None
-    except (OSError, subprocess.TimeoutExpired):
-        pass  # an installed package has no history
     return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("baton-serve", "torch", "ray", "transformers", "pyzmq")},
-        "commit": commit,
+        "commit": _commit(),
     }
+
+
+def _commit() -> str | None:
+    """Of this source, with `-dirty` where tracked files differ from it; None where it has no history.
+
+    An installed package may lie in the working tree of another project, whose commit says nothing.
+    """
+    here = Path(__file__)
+    if _git("ls-files", "--error-unmatch", here.name) is None:
+        return None
+    return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+def _git(*command: str) -> str | None:
+    """What git says about the folder of this file; None: nothing."""
+    try:
+        found = subprocess.run(["git", *command], capture_output=True, text=True, timeout=5, cwd=Path(__file__).parent)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None if found.returncode == 0 else None
 
 
 def _cpu_name() -> str:

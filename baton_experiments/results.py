@@ -27,10 +27,9 @@ import pyarrow.parquet as pq
 from baton.errors import ConfigError
 from baton.step_log import StepRecord, StepShape
 from baton.timeline import Stage
-from baton_experiments.records import RequestRecord, Run
+from baton_experiments.records import RequestRecord, Run, Steps
 
 RECORDS, RECORDS_CSV, STEPS, SUMMARY = "records.parquet", "records.csv", "steps.parquet", "summary.json"
-Steps = Mapping[Run, Sequence[StepRecord]]
 
 _STAGE_COLUMNS = {str(stage): f"{stage}_ms" for stage in Stage}
 _RUN = pa.schema(

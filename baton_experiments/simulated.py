@@ -25,9 +25,9 @@ from baton_cluster.simulated import SimulatedCluster, SimulatedRequest
 from baton_cluster.specs import worker_specs
 from baton_experiments.engine import Label, OnRecord, Say
 from baton_experiments.placement import with_placement
-from baton_experiments.plan import EngineName, Setting
+from baton_experiments.plan import EngineName
 from baton_experiments.profiles.profile import EngineProfile
-from baton_experiments.records import RequestRecord
+from baton_experiments.records import RequestRecord, Setting
 from baton_experiments.workloads import PlannedRequest
 
 VOCAB_SIZE = 32_000

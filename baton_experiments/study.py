@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from baton.step_log import StepRecord
 from baton_experiments.bootstrap import Bootstrap, Interval
 from baton_experiments.columns import Columns, Floats, Ints
 from baton_experiments.goodput import (
@@ -25,10 +24,7 @@ from baton_experiments.goodput import (
     slowdowns,
     splitwise_slack,
 )
-from baton_experiments.records import RequestRecord, Run, Slo
-
-Steps = Mapping[Run, Sequence[StepRecord]]
-"""The steps of each run. Clocks of runs that were simulated all begin at 0, so a step alone does not tell its run."""
+from baton_experiments.records import RequestRecord, Run, Setting, Slo, Steps
 
 MAIN = "distserve"
 """The definition that the verdict goes by."""
@@ -36,16 +32,6 @@ SHARE = 0.9
 """Of the requests that must meet the SLO, for the verdict."""
 _NEVER = 1e9
 """The slowdown of a request that failed, where arithmetic needs a number."""
-
-
-class Setting(NamedTuple):
-    placement: str
-    chunk_tokens: int | None = None
-    engine: str = ""
-
-    def __str__(self) -> str:
-        chunk = "" if self.chunk_tokens is None else f" in chunks of {self.chunk_tokens}"
-        return f"{self.placement}{chunk}{f' on {self.engine}' if self.engine else ''}"
 
 
 class GoodputEstimate(NamedTuple):
@@ -75,12 +61,14 @@ class Study:
         self.windows: dict[Run, tuple[float, float]] = {}
         """Between the first and the last measured arrival of each run, on its router's clock."""
         self.num_warmup = 0
+        self.needed_tokens: dict[Run, int] = defaultdict(int)
+        """Of each run, warm-up included: what its steps compute at least where no prefix cache has any KV."""
         for record in records:
+            self.needed_tokens[record.run] += record.prompt_tokens + max(record.output_tokens - 1, 0)
             if record.warmup:
                 self.num_warmup += 1
                 continue
-            setting = Setting(record.placement, record.chunk_tokens, record.engine)
-            groups[setting, record.rate].append(record)
+            groups[record.run.setting, record.rate].append(record)
             played[record.rate, record.seed].add(record.index)
             if record.received_s is not None:
                 first, last = self.windows.get(record.run, (record.received_s, record.received_s))
@@ -111,13 +99,18 @@ class Study:
         shared = set.intersection(*(set(self.rates(setting)) for setting in settings))
         return sorted(shared)
 
+    def highest_common(self, *settings: Setting) -> float:
+        """Up to which rate each was tried: what one does beyond tells nothing about the others."""
+        return min(max(self.rates(setting)) for setting in settings)
+
     @cached_property
     def reference(self) -> Reference | None:
         """The one given, or an estimate over all placements at the lowest rate."""
         if self._given_reference is not None or not self.columns:
             return self._given_reference
         lowest = min(rate for _, rate in self.columns)
-        return LinearReference.estimated([c for (_, rate), c in self.columns.items() if rate == lowest])
+        source = "estimated from the fastest requests of this experiment at its lowest rate"
+        return LinearReference.estimated([c for (_, rate), c in self.columns.items() if rate == lowest], source=source)
 
     # --- attainment and goodput ---------------------------------------------------------------------
 
@@ -154,7 +147,7 @@ class Study:
                 least = np.fmin(least, limit / np.maximum(row, 1e-12))
         return np.where(np.isinf(least), np.nan, least)
 
-    def _goodput_of(self, setting: Setting, definition: str = MAIN, share: float = 0.9) -> GoodputEstimate:
+    def _goodput_of(self, setting: Setting, definition: str = MAIN, share: float = SHARE) -> GoodputEstimate:
         threshold = 1.0 if DEFINITIONS[definition].good is None else share
         rates = self.rates(setting)
         point = goodput({rate: self.kept(setting, rate, definition) for rate in rates}, threshold)
@@ -167,10 +160,10 @@ class Study:
             interval = (min(low, rates[-1]), None if np.isinf(high) else high)
         return GoodputEstimate(point.rate, point.at_least, interval, replicates)
 
-    def goodput_difference(self, a: Setting, b: Setting, definition: str = MAIN, share: float = 0.9) -> Floats:
-        """Replicates of the goodput of `a` less that of `b`, on the same draws. Never missed: the highest rate."""
-        top = {s: max(self.rates(s)) for s in (a, b)}
-        one, other = (np.minimum(self.goodput_of(s, definition, share).replicates, top[s]) for s in (a, b))
+    def goodput_difference(self, a: Setting, b: Setting, definition: str = MAIN, share: float = SHARE) -> Floats:
+        """Replicates of the goodput of `a` less that of `b`, on the same draws, none beyond the rates that both ran."""
+        top = self.highest_common(a, b)
+        one, other = (np.minimum(self.goodput_of(s, definition, share).replicates, top) for s in (a, b))
         difference: Floats = one - other
         return difference
 
@@ -207,9 +200,9 @@ class Study:
         found = self.goodput_of(setting)
         common = self.common_rates(*rivals)
         pause = self.quantile(setting, common[-1], "tbt", 0.99) if common else None
-        lowest = self.kept(setting, common[0], MAIN) if common and found.rate == 0 else 0.0
         # Where all miss the SLO everywhere, the one that misses it least.
-        return (-found.rate, -lowest, float("inf") if pause is None else pause, setting.chunk_tokens or 0)
+        share = self.kept(setting, common[0], MAIN) if common and found.rate == 0 else 0.0
+        return (-found.rate, -share, float("inf") if pause is None else pause, setting.chunk_tokens or 0)
 
 
 def _order(setting: Setting) -> tuple[str, str, int]:

@@ -16,8 +16,8 @@ import numpy as np
 from baton_experiments.bottlenecks import Bottleneck, bottleneck
 from baton_experiments.columns import Columns, distribution
 from baton_experiments.goodput import DEFINITIONS, SHARES, Reference, attainment, splitwise_slack
-from baton_experiments.records import RequestRecord, Slo
-from baton_experiments.study import MAIN, Setting, Steps, Study
+from baton_experiments.records import RequestRecord, Setting, Slo, Steps
+from baton_experiments.study import MAIN, Study
 from baton_experiments.verdict import verdict
 
 _INTERVALS = (

@@ -13,6 +13,7 @@ Must not know files or how tables look.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
@@ -27,7 +28,8 @@ from baton_experiments.engine_effects import engine_effects
 from baton_experiments.flips import Flip, flips, steady
 from baton_experiments.goodput import DEFINITIONS
 from baton_experiments.placement import num_workers
-from baton_experiments.study import MAIN, SHARE, Setting, Study
+from baton_experiments.records import Setting
+from baton_experiments.study import MAIN, SHARE, Study
 from baton_experiments.words import enumerated, milliseconds, number, per_second, percent, slo_text
 
 _DECIDES: tuple[Objective, ...] = ("tbt_p99", "ttft_p50", "ttft_p99")
@@ -54,12 +56,7 @@ def verdict(study: Study, bottlenecks: Mapping[tuple[Setting, float], Bottleneck
     effects = engine_effects(study) if len(engines) > 1 else None
     chosen = deciding_points(study)
     named = [bottlenecks[point] for point in chosen]
-    limits = [
-        f"{Setting(b.placement, b.chunk_tokens, b.engine)} at {per_second(b.rate)} is limited by {b.sentence}."
-        if b.missed > 0
-        else f"{Setting(b.placement, b.chunk_tokens, b.engine)} up to {per_second(b.rate)}: {b.sentence}."
-        for b in named
-    ]
+    limits = [_limit(b) for b in named]
     changes = [{"placement": b.placement, "engine": b.engine, "sentence": s} for b in named for s in helps(study, b)]
     turns: list[Flip] = []
     sweeps: list[dict[str, Any]] = []
@@ -132,7 +129,8 @@ def decide(study: Study, engine: str) -> Decision:
     goodputs = [study.goodput_of(s) for s in tied]
     if all(g.at_least for g in goodputs):
         rate = study.common_rates(*tied)[-1] if study.common_rates(*tied) else None
-        head = f"{_both(tied)} keep the SLO ({slo}) at every rate tried{where}, up to {per_second(goodputs[0].rate)}."
+        highest = per_second(min(g.rate for g in goodputs))
+        head = f"{_both(tied)} keep the SLO ({slo}) at every rate tried{where}, up to {highest}."
         quickest = _quickest(study, tied, rate) if rate is not None else None
         if quickest:
             other = next(s for s in tied if s is not quickest)
@@ -303,6 +301,15 @@ def _difference(c: Comparison, unit: str, *, at_least: bool = False) -> str:
     return f"{most}{number(abs(c.difference), 2)}{unit} {word}, 95 % interval {low} to {high}"
 
 
+def _limit(b: Bottleneck) -> str:
+    setting = str(Setting(b.placement, b.chunk_tokens, b.engine))
+    if b.limit is None:
+        return f"{setting} at {per_second(b.rate)}: {b.sentence}."
+    if b.missed > 0:
+        return f"{setting} at {per_second(b.rate)} is limited by {b.sentence}."
+    return f"{setting} up to {per_second(b.rate)}: {b.sentence}."
+
+
 def _reach(study: Study, setting: Setting) -> str:
     """`up to 1.4/s`."""
     found = study.goodput_of(setting)
@@ -332,10 +339,16 @@ def _caveats(study: Study) -> Iterable[str]:
     if len(set(sizes.values())) > 1:
         listed = enumerated(f"{placement} has {size}" for placement, size in sizes.items())
         yield f"The placements are of unequal size ({listed} workers), so their sizes are compared too."
-    if len(study.bootstrap.seeds) == 1:
-        yield "One seed: the intervals tell how requests of this one run differ, not how other runs would."
-    elif study.bootstrap.num_units < 3:
+    if study.bootstrap.num_units < 3:
         yield "Too few requests for intervals, so no difference is told."
+    elif len(study.bootstrap.seeds) == 1:
+        yield "One seed: the intervals tell how requests of this one run differ, not how other runs would."
+    tried = Counter((s.engine, s.placement) for s in study.settings)
+    if len(set(tried.values())) > 1:
+        yield (
+            "The best chunk size was chosen on the requests that placements are compared on, which favours those that "
+            "were tried with more of them."
+        )
     if any(found.at_least for found in map(study.goodput_of, study.best.values())):
         yield (
             "Where the SLO is kept at every rate tried, goodput is at least the highest of them: higher rates would "

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 
 from baton.step_log import StepRecord
-from baton_experiments.records import Run
-from baton_experiments.study import Setting, Study
+from baton_experiments.records import Run, Setting
+from baton_experiments.study import Study
 
 FULL = 0.95
 """Of the blocks: some are always between two owners."""
@@ -37,8 +37,6 @@ class WorkerUse(msgspec.Struct, frozen=True):
     """Of the steps: those with less than 5 % of the blocks free."""
     waiting: float
     """Requests waiting in it, on average over steps."""
-    tokens: int
-    """Computed."""
 
 
 def worker_use(study: Study, setting: Setting, rate: float) -> dict[str, WorkerUse]:
@@ -46,7 +44,7 @@ def worker_use(study: Study, setting: Setting, rate: float) -> dict[str, WorkerU
     chosen: dict[str, list[StepRecord]] = defaultdict(list)
     seconds = 0.0
     for run, steps in study.steps.items():
-        if (Setting(run.placement, run.chunk_tokens, run.engine), run.rate) != (setting, rate) or not steps:
+        if (run.setting, run.rate) != (setting, rate) or not steps:
             continue
         first, last = window(study, run, steps)
         seconds += last - first
@@ -88,5 +86,4 @@ def _use(steps: list[StepRecord], seconds: float, prefills: bool, decodes: bool,
         kv_full=float(held.max()) / kv_blocks if kv_blocks else None,
         kv_full_share=float((held >= FULL * kv_blocks).mean()) if kv_blocks else 0.0,
         waiting=float(np.mean([s.num_waiting for s in steps])),
-        tokens=sum(s.shape.chunk_tokens + s.shape.decodes for s in steps),
     )

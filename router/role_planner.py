@@ -128,8 +128,9 @@ class RolePlanner:
         def no(objection: Objection, words: str) -> Refusal:
             return Refusal(now, objection, words)
 
-        if self._ended_at is not None and now < (until := self._ended_at + config.cooldown_s):
-            return no("cooldown", f"the last change ended {now - self._ended_at:.0f} s ago: not before {until:.0f} s")
+        if self._ended_at is not None and now < self._ended_at + config.cooldown_s:
+            ago = f"the last change ended {now - self._ended_at:.0f} s ago"
+            return no("cooldown", f"{ago}, less than planner.cooldown_s, {config.cooldown_s:g} s")
         lost = [w for w in workers if w.state == "lost" and now < w.seen_at + config.dwell_s]
         if lost:
             return no("lost", f"{lost[0].worker_id} is lost and may be back soon")

@@ -32,6 +32,8 @@ SURE = 0.1
 """A share that is missed by more, among the requests that run alone, is not missed by chance."""
 PHASE_TOLERANCE = 2.0
 """Of a phase by itself, in those of the whole: it leads to estimates only."""
+FAR = 8.0
+"""A guess is never so many times too high, unless next to nothing keeps the SLO."""
 KNEE = 0.85
 """Of the goodput: one more rate, where attainment begins to fall."""
 
@@ -83,7 +85,7 @@ def perform(study: Study, task: Task) -> Curve:
             return Curve(task.setup, found, tuple(every[rate] for rate in sorted(every)), warmup_s)
         guess = found
     keeps_it = _keeper(study, task.setup, outcomes, num_requests, warmup_s)
-    goodput, _ = highest_rate(keeps_it, guess, tolerance=tolerance, step=1 + 2 * tolerance)
+    goodput, _ = highest_rate(keeps_it, guess, tolerance=tolerance, step=1 + 2 * tolerance, lowest=guess / FAR)
     if task.with_knee and goodput and not any(KNEE * 0.9 < o / goodput < 0.97 for o in outcomes):
         keeps_it(KNEE * goodput)
     return Curve(task.setup, goodput, tuple(outcomes[rate] for rate in sorted(outcomes)), warmup_s)

@@ -173,7 +173,7 @@ class Planner:
             found: dict[int, Curve] = {}
             for budget in self._study.chunk_tokens:
                 found[budget] = yield Task(Setup(_phase(role, Pool(1, tp)), budget), "coarse")
-            chunk = max(found, key=lambda budget: (found[budget].goodput, -budget))
+            chunk = max(found, key=lambda budget: (found[budget].goodput, found[budget].outcomes[0].good, -budget))
             guess, warmup_s = found[chunk].goodput or None, found[chunk].warmup_s
             self._curves[_phase(role, Pool(1, tp))] = found[chunk]
             self._rough.add(_phase(role, Pool(1, tp)))

@@ -37,7 +37,7 @@ SOURCE_KV_TOKENS = 1 << 22
 """Of such a worker: more than is ever on its way."""
 NUM_LOOKS = 400
 """At KV pools, during the requests that are judged."""
-HORIZON = 2
+HORIZON = 4
 VOCAB_SIZE = 32_000
 _TOKEN = 1
 

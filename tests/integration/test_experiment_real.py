@@ -23,10 +23,10 @@ from baton_cli.experiment import read_against, run_experiment
 from baton_cluster.latency import LinearLatency, LinkModel
 from baton_experiments.experiment import Watch, run
 from baton_experiments.journal import Journal
-from baton_experiments.plan import Plan, Setting
+from baton_experiments.plan import Plan
 from baton_experiments.profiles.profile import EngineProfile
 from baton_experiments.real import RealEngine, RealStage
-from baton_experiments.records import RequestRecord
+from baton_experiments.records import RequestRecord, Setting
 from baton_experiments.results import read_result
 from baton_experiments.work import Work
 from baton_experiments.workloads import Lengths

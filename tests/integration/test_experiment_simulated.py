@@ -20,10 +20,10 @@ from baton_cli.experiment import INTERRUPTED, Options, default_chunks, run_exper
 from baton_cluster.latency import LatencyModel, LinearLatency, LinkModel
 from baton_experiments.experiment import Watch, run
 from baton_experiments.journal import Journal
-from baton_experiments.plan import Plan, Point, Setting
+from baton_experiments.plan import Plan, Point
 from baton_experiments.profiles.fitted import FittedLatency, profile_tree
 from baton_experiments.profiles.profile import EngineProfile
-from baton_experiments.records import RequestRecord
+from baton_experiments.records import RequestRecord, Setting
 from baton_experiments.results import read_result
 from baton_experiments.simulated import SimulatedEngine, SimulatedStage, layout_of, simulation
 from baton_experiments.work import Work

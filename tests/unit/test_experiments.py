@@ -17,8 +17,8 @@ from baton.step_log import StepRecord, StepShape
 from baton.timeline import Stage
 from baton_experiments.journal import Journal, Played
 from baton_experiments.placement import parse_placement, with_placement
-from baton_experiments.plan import Estimate, Plan, Point, Setting
-from baton_experiments.records import RequestRecord, Run, Slo
+from baton_experiments.plan import Estimate, Plan, Point
+from baton_experiments.records import RequestRecord, Run, Setting, Slo
 from baton_experiments.results import plain, read_records, read_steps, write_records, write_steps
 from baton_experiments.work import Work
 from baton_experiments.workloads import Lengths, TraceError, poisson_arrivals, synthetic

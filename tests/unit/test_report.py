@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+import subprocess
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,9 +15,8 @@ from rich.console import Console
 
 from baton_experiments.html_report import render, write_report
 from baton_experiments.plot import spread
-from baton_experiments.records import RequestRecord, Run, Slo
+from baton_experiments.records import RequestRecord, Run, Slo, Steps
 from baton_experiments.report import environment, rate_text, tables
-from baton_experiments.study import Steps
 from baton_experiments.summary import summarize
 from baton_experiments.words import number
 from tests.made_up_records import point, record, steps
@@ -200,6 +201,23 @@ def test_tables_show_the_summary(whole: tuple[Path, dict[str, Any], Page]) -> No
     assert "Splitwise" in text
 
 
+def test_tables_fit_a_terminal_of_80_columns(whole: tuple[Path, dict[str, Any], Page]) -> None:
+    _, summary, _ = whole
+    wide = [p | {"ttft_ms": dict.fromkeys(("p50", "p90", "p99", "max"), 12345.6)} for p in summary["points"]]
+    engines = [{**row, "engine": name} for name in ("model on one GPU", "model on another") for row in wide]
+    goodputs = [
+        {**row, "engine": name} for name in ("model on one GPU", "model on another") for row in summary["goodput"]
+    ]
+    for shown in (summary | {"points": wide}, summary | {"points": engines, "goodput": goodputs}):
+        file = io.StringIO()
+        for part in tables(shown | {"verdict": {"sentences": []}}):
+            Console(file=file, width=80).print(part)
+        text = file.getvalue()
+        assert "…" not in text, text
+        assert text.count("12346") == 4 * len(shown["points"])
+    assert "on model on another" in " ".join(text.split())
+
+
 def test_tables_of_no_request() -> None:
     file = io.StringIO()
     for part in tables(summarize([], slo=SLO)):
@@ -218,6 +236,19 @@ def test_the_environment_names_versions_and_machine() -> None:
     found = environment()
     assert found["versions"]["baton-serve"]
     assert found["cores"] >= 1
+    assert found["commit"] is None or re.fullmatch("[0-9a-f]{40}(-dirty)?", found["commit"])
+
+
+def test_a_copy_in_the_tree_of_another_project_has_not_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command in (
+        ["init", "-q"],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "x", "--allow-empty"],
+    ):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    monkeypatch.setattr("baton_experiments.report.__file__", str(tmp_path / "report.py"))
+    assert environment()["commit"] is None
 
 
 def test_steps_of_another_run_are_not_drawn(tmp_path: Path) -> None:

@@ -378,6 +378,69 @@ def test_where_the_slo_is_kept_the_first_to_give_way_is_named() -> None:
     assert found["sentence"].startswith("nothing yet, all requests keep the SLO; the first to give way is decode batch")
 
 
+def test_nothing_limits_workers_that_are_idle_and_keep_the_slo() -> None:
+    played = {"prefill-0": {"busy": 0.04, "chunk_share": 1.0}, "decode-0": {"busy": 0.1}}
+    found = limit({"prefill": 100.0, "decode_steps": 50.0}, played=played)
+    assert found["limit"] is None
+    assert found["sentence"] == "nothing limits it at such rates: no worker is busy for more than 10 % of the time"
+    late = [record(900 if i == 0 else 100, index=i, stages=QUEUED) for i in range(40)]
+    run = Run(SPLIT, None, 1.0, 0)
+    told = said(verdict(late, steps={run: steps(run, "decode-0", busy=0.1)}))
+    assert "split:1+1 at 1/s: nothing limits it at such rates (2 % of the requests miss the SLO): no worker" in told
+    tight = limit(QUEUED, ttft=900, played=played)
+    assert tight["limit"] is not None, "an SLO that idle workers miss has a reason"
+
+
+def test_of_requests_that_all_failed_no_limit_is_named() -> None:
+    found = verdict([record(error="worker_lost: gone", index=i) for i in range(10)])
+    (bottleneck,) = found["bottlenecks"]
+    assert bottleneck["limit"] is None
+    assert "split:1+1 at 1/s: all requests failed, so what limits it is not known." in found["sentences"]
+    assert found["changes"] == []
+    some = [record(error="worker_lost: gone" if i < 8 else None, index=i) for i in range(10)]
+    assert "(80 % of the requests miss the SLO, 80 % failed)" in said(verdict(some))
+
+
+def test_tokens_of_the_ramps_are_not_taken_for_computed_again() -> None:
+    run = Run(SPLIT, None, 1.0, 0)
+    done = steps(run, "decode-0", busy=0.9, kv_blocks=98)
+    computed = sum(s.shape.chunk_tokens + s.shape.decodes for s in done)
+    ramp = [record(index=100, prompt_tokens=computed - 40 * 102 - 2, warmup=True)]
+
+    def told(extra: list[RequestRecord]) -> str:
+        some = [record(100, [40.0, 40.0], index=i, stages=QUEUED) for i in range(40)]
+        return said(verdict(some + extra, steps={run: done}, kv_blocks={"decode-0": 100}))
+
+    assert "of the tokens are computed again" in told([])
+    assert "KV space" not in told(ramp)
+
+
+def test_chunk_sizes_chosen_on_the_same_requests_are_a_caveat() -> None:
+    some = [
+        *curve(COLOCATED, BADLY, chunk_tokens=64),
+        *curve(COLOCATED, BADLY, chunk_tokens=256),
+        *curve(SPLIT, WELL),
+    ]
+    assert any("favours those that were tried with more of them" in c for c in verdict(some)["caveats"])
+    assert not any("favours" in c for c in verdict(curve(COLOCATED, BADLY) + curve(SPLIT, WELL))["caveats"])
+
+
+def test_few_requests_of_one_seed_have_no_intervals_to_explain() -> None:
+    (caveat,) = (c for c in verdict([record(100, index=0)])["caveats"] if "intervals" in c)
+    assert caveat == "Too few requests for intervals, so no difference is told."
+
+
+def test_rates_that_only_one_tried_are_not_said_of_both() -> None:
+    some = curve(COLOCATED, {1.0: 1.0, 2.0: 1.0})
+    found = verdict(curve(SPLIT, {1.0: 1.0, 2.0: 1.0, 4.0: 1.0}) + some)
+    assert found["winner"] is None
+    assert "Both split:1+1 and colocated:2 keep the SLO" in found["sentence"]
+    assert "at every rate tried, up to 2/s" in found["sentence"]
+    assert all(row["better"] is None for sweep in found["slo_sweep"] for row in sweep["rows"])
+    falls = verdict(curve(SPLIT, {1.0: 1.0, 2.0: 1.0, 4.0: 0.0}) + some)
+    assert falls["winner"] is None, "where the other one falls was not tried"
+
+
 # --- what would help ------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,573 @@
+"""`baton plan`: options, progress and tables around `baton_experiments.search`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich import box
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from baton.config import ClusterConfig, load_config, parse_yaml
+from baton.errors import ConfigError
+from baton_cli.output import err, out, print_json
+from baton_cluster.latency import LinkModel
+from baton_experiments.profiles.profile import EngineProfile
+from baton_experiments.records import Slo
+from baton_experiments.report import environment
+from baton_experiments.results import plain
+from baton_experiments.search.candidate import parse_candidate
+from baton_experiments.search.emit import NO_TENSOR_PARALLELISM, cluster_yaml
+from baton_experiments.search.fronts import latency_front, points, total_front
+from baton_experiments.search.planner import Objective, OnProgress, Plan, Planner, Row
+from baton_experiments.search.recorded import read_recorded
+from baton_experiments.search.replay import Replayed, Replayer, ReplayRow
+from baton_experiments.search.study import Load, Study, usable_profiles
+from baton_experiments.work import Work
+from baton_experiments.workloads import Lengths, describe, read_trace
+
+ENGINE_DEFAULTS = {"engine.max_batch_requests": 256}
+"""As engines on GPUs have it; cluster.yaml's default is for CPUs."""
+CHUNKS = (512, 2048)
+LINK_GB_PER_S = 25.0
+"""Where neither profile nor user says it: 200 Gbit/s, a network card of a GPU server."""
+ROUNDS = 3
+"""Different requests that there are for each one that is judged: more come with warming up."""
+UNLIMITED = 1 << 20
+SHOWN = 12
+_TIMES = ("TTFT ms\np90/p99", "TBT ms\np90/p99")
+_APART = "≈ phases simulated apart; the others as a whole"
+INTERRUPTED = 130
+
+
+class Options(msgspec.Struct, frozen=True):
+    """What the command line says. None: not said."""
+
+    profile: str
+    gpus: int
+    model: str | None = None
+    hardware: str | None = None
+    tps: tuple[int, ...] = ()
+    gpus_per_node: int = 8
+    kv_tokens_per_gpu: int | None = None
+    link_gb_per_s: float | None = None
+    workload: str | None = None
+    format: str | None = None
+    skip_malformed: bool = False
+    prompt_tokens: tuple[int, int] | None = None
+    output_tokens: tuple[int, int] | None = None
+    arrivals: str | None = None
+    scale_prompt: float = 1.0
+    scale_output: float = 1.0
+    max_model_len: int | None = None
+    slo_ttft: float = 250.0
+    slo_tbt: float = 100.0
+    attainment: float = 0.9
+    definition: str = "distserve"
+    requests: int = 2000
+    seed: int = 0
+    chunks: tuple[int, ...] = ()
+    candidates: tuple[str, ...] = ()
+    objective: Objective = "per-gpu"
+    confirm: int = 6
+    replay: Path | None = None
+    where: tuple[str, ...] = ()
+    first: int | None = None
+    jobs: int = 1
+    config: Path | None = None
+    overrides: tuple[str, ...] = ()
+
+
+def run_plan(options: Options, *, folder: Path, emit: Path | None = None, as_json: bool = False) -> int:
+    """Search or replay, show and write what came out; the exit status. Ctrl-C keeps what is known by then."""
+    started = time.monotonic()
+    study, notes, described = _study(options)
+    named = [parse_candidate(name) for name in options.candidates]
+    for note in notes:
+        err.print(note, style="yellow", markup=False)
+    settings: dict[str, Any] = {
+        "max_gpus": options.gpus,
+        "gpus_per_node": options.gpus_per_node,
+        "confirm": options.confirm,
+        "named": named,
+        "jobs": options.jobs,
+    }
+    with _progress("replaying" if options.replay else "searching") as on_progress:
+        if options.replay is not None:
+            found: Plan | Replayed = Replayer(study, **settings, on_progress=on_progress).run()
+        else:
+            found = Planner(study, **settings, objective=options.objective, on_progress=on_progress).run()
+    if not found.rows:
+        err.print("interrupted before anything was known", style="yellow")
+        return INTERRUPTED
+    tree = {
+        **_settings(options, study),
+        "work": described,
+        **(_plan_tree(found, study) if isinstance(found, Plan) else _replay_tree(found)),
+        "notes": notes,
+        "interrupted": found.interrupted,
+        "elapsed_s": round(time.monotonic() - started, 1),
+        "environment": environment(),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "plan.json"
+    path.write_text(json.dumps(plain(tree), indent=1, allow_nan=False), encoding="utf-8")
+    if isinstance(found, Plan):
+        from baton_experiments.search.plot import plot_plan
+
+        plot_plan(found, study.slo, study.share, folder / "pareto.png")
+    emitted = None if emit is None else _emit(emit, found, study, options)
+    if as_json:
+        print_json(plain(tree))
+    else:
+        _show(found, study, options)
+        out.print(f"all candidates, curves and settings: {folder}/", markup=False)
+        if emitted:
+            out.print(emitted, markup=False)
+    if found.interrupted:
+        err.print("interrupted: this is what was known by then", style="yellow")
+        return INTERRUPTED
+    return 0 if found.winner is not None else 1
+
+
+# --- from options to a study ------------------------------------------------------------------------
+
+
+def _study(options: Options) -> tuple[Study, list[str], dict[str, Any]]:
+    """The study, what a reader of its result should know, and the work described."""
+    profiles, notes = _profiles(options)
+    first = next(iter(profiles.values()))
+    extra = first.extra_output_tokens
+    load, described = _recorded(options) if options.replay is not None else _load(options)
+    if extra:
+        load = msgspec.structs.replace(load, outputs=tuple(tokens + extra for tokens in load.outputs))
+    if options.replay is None and len(load) < options.requests:
+        notes.append(f"the workload has {len(load)} requests; it goes round for the {options.requests} of each rate")
+    usable, left_out = usable_profiles(profiles, load.longest, options.kv_tokens_per_gpu)
+    config, chunks = _config(options, first)
+    study = Study(
+        profiles=usable,
+        load=load,
+        slo=Slo(options.slo_ttft, options.slo_tbt),
+        config=config,
+        link=_link(options, first, notes),
+        share=options.attainment,
+        definition=options.definition,
+        num_requests=options.requests,
+        chunk_tokens=chunks,
+    )
+    return study, [*notes, *left_out], described
+
+
+def _profiles(options: Options) -> tuple[dict[int, EngineProfile], list[str]]:
+    """By tensor parallel degree: those that were asked for, else all that the file has and the budget allows."""
+    from baton_experiments.profiles.load import list_profiles, load_profile
+
+    path = options.profile
+    have = sorted(
+        {
+            choice.tp
+            for choice in list_profiles(path)
+            if _named(options.model, choice.model) and _named(options.hardware, choice.hardware)
+        }
+    )
+    wanted = options.tps or tuple(have)
+    if missing := [tp for tp in options.tps if tp not in have]:
+        problem = f"{missing[0]} is not in the profile, and how steps would scale to it cannot be told"
+        raise ConfigError("--tp", problem, allowed=", ".join(map(str, have)) or None)
+    usual = [tp for tp in wanted if tp & (tp - 1) == 0 or tp in options.tps]
+    profiles = {
+        tp: load_profile(path, model=options.model, hardware=options.hardware, tp=tp)
+        for tp in usual
+        if tp <= min(options.gpus, options.gpus_per_node)
+    }
+    if not profiles:
+        if not have:
+            load_profile(path, model=options.model, hardware=options.hardware)  # says what it has
+        smallest = min(wanted)
+        raise ConfigError(
+            "--gpus", f"are too few: the smallest worker of this profile takes {smallest}", value=options.gpus
+        )
+    notes = []
+    largest = min(options.gpus, options.gpus_per_node)
+    if len(have) == 1 and largest > 1:
+        notes.append(
+            f"the profile has tensor parallel degree {have[0]} only: whether another were better cannot be told from it"
+        )
+    elif untold := [tp for tp in (1, 2, 4, 8) if tp <= largest and tp not in have and not options.tps]:
+        degrees = " and ".join(map(str, untold))
+        notes.append(
+            f"the profile does not tell of TP {degrees}, so the search leaves {'them' if untold[1:] else 'it'} out"
+        )
+    return profiles, notes
+
+
+def _named(asked: str | None, name: str) -> bool:
+    return asked is None or asked.lower() in name.lower()
+
+
+def _load(options: Options) -> tuple[Load, dict[str, Any]]:
+    lengths = Lengths()
+    if options.prompt_tokens or options.output_tokens:
+        if options.workload is not None:
+            raise ConfigError("--prompt-tokens, --output-tokens", "are for made-up work, without --workload")
+        lengths = Lengths(options.prompt_tokens or lengths.prompt, options.output_tokens or lengths.output)
+    elif options.workload is None:
+        raise ConfigError("--workload", "is needed: chat, code, summarize, reasoning, a trace file; or --prompt-tokens")
+    work = Work(
+        source=options.workload,
+        format=options.format,
+        skip_malformed=options.skip_malformed,
+        lengths=lengths,
+        arrivals=options.arrivals or "poisson",
+        scale_prompt=options.scale_prompt,
+        scale_output=options.scale_output,
+    )
+    count = ROUNDS * options.requests
+    if work.is_trace and options.workload is not None and Path(options.workload).is_file():
+        rows = sum(1 for _ in read_trace(options.workload, options.format, skip_malformed=options.skip_malformed))
+        count = max(1, min(count, rows))
+    work.check(count, (options.seed,))
+    stated = {"seed": options.seed, "num_requests": count, "max_model_len": options.max_model_len or UNLIMITED}
+    shapes = list(work.of(rate=1.0, **stated))
+    return Load.of(shapes, seed=options.seed), {
+        "arrivals": work.arrivals,
+        **work.described(rate=1.0, **stated),
+    }
+
+
+def _recorded(options: Options) -> tuple[Load, dict[str, Any]]:
+    assert options.replay is not None
+    if options.workload is not None or options.prompt_tokens or options.output_tokens or options.arrivals:
+        raise ConfigError(
+            "--replay", "has requests and arrivals of its own; leave --workload, lengths and --arrivals out"
+        )
+    where = {}
+    for item in options.where:
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ConfigError("--where", "is not COLUMN=VALUE", value=item)
+        where[key] = value
+    recorded = read_recorded(options.replay, options.format, where=where)
+    if options.first is not None:
+        recorded = recorded.first(options.first)
+    if (options.scale_prompt, options.scale_output) != (1.0, 1.0):
+        recorded = recorded.scale_lengths(prompt=options.scale_prompt, output=options.scale_output)
+    recorded = recorded.clip(options.max_model_len or UNLIMITED)
+    load = Load.of(list(recorded), seed=options.seed)
+    return load, {**recorded.description, "statistics": describe(recorded)}
+
+
+def _config(options: Options, profile: EngineProfile) -> tuple[ClusterConfig, tuple[int, ...]]:
+    """Engine settings, and step budgets to try. A file or `--set` counts before the profile, that before ours."""
+    overrides: dict[str, Any] = {}
+    for item in options.overrides:
+        key, separator, text = item.partition("=")
+        if not separator or not key:
+            raise ConfigError("--set", "is not KEY=VALUE", value=item, allowed="such as engine.max_batch_requests=128")
+        overrides[key] = parse_yaml(text, f"--set {key}")
+    written: Any = {}
+    if options.config is not None:
+        load_config(options.config)  # says what is wrong with it
+        written = parse_yaml(options.config.read_text(encoding="utf-8"), str(options.config)) or {}
+    ours = {**ENGINE_DEFAULTS, **profile.config}
+    ours = {key: value for key, value in ours.items() if not _is_set(written, key)}
+    merged = {**ours, **overrides}
+    config = load_config(options.config, merged)
+    budget = "engine.max_batch_tokens"
+    is_said = budget in merged or _is_set(written, budget)
+    return config, options.chunks or ((config.engine.max_batch_tokens,) if is_said else CHUNKS)
+
+
+def _is_set(tree: Any, dotted: str) -> bool:
+    for key in dotted.split("."):
+        if not isinstance(tree, dict) or key not in tree:
+            return False
+        tree = tree[key]
+    return True
+
+
+def _link(options: Options, profile: EngineProfile, notes: list[str]) -> LinkModel:
+    if options.link_gb_per_s is not None:
+        if not options.link_gb_per_s > 0:
+            raise ConfigError("--link-gb-per-s", "must be positive", value=options.link_gb_per_s, allowed="> 0")
+        return LinkModel(bytes_per_s=options.link_gb_per_s * 1e9)
+    if profile.link is not None:
+        return profile.link
+    notes.append(f"the profile has no link between workers: {LINK_GB_PER_S:g} GB/s are assumed (--link-gb-per-s)")
+    return LinkModel(bytes_per_s=LINK_GB_PER_S * 1e9)
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[OnProgress]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+
+        def on_progress(done: float, total: float, text: str) -> None:
+            bar.update(task, completed=done, total=total, description=f"{what}: {text}")
+
+        yield on_progress
+
+
+# --- what is written --------------------------------------------------------------------------------
+
+
+def _settings(options: Options, study: Study) -> dict[str, Any]:
+    return {
+        "gpus": options.gpus,
+        "gpus_per_node": options.gpus_per_node,
+        "model": next(iter(study.profiles.values())).model,
+        "profiles": {
+            str(tp): {
+                "name": p.name,
+                "hardware": p.hardware,
+                "kv_tokens": p.kv_tokens,
+                "kv_bytes_per_token": p.kv_bytes_per_token,
+                "source": p.source,
+                "notes": list(p.notes),
+            }
+            for tp, p in study.profiles.items()
+        },
+        "slo": msgspec.to_builtins(study.slo),
+        "attainment": study.share,
+        "definition": study.definition,
+        "objective": options.objective,
+        "requests": study.num_requests,
+        "seed": options.seed,
+        "tolerance": study.tolerance,
+        "chunk_tokens": list(study.chunk_tokens),
+        "link": msgspec.to_builtins(study.link),
+        "engine": msgspec.to_builtins(study.config.engine),
+    }
+
+
+def _plan_tree(plan: Plan, study: Study) -> dict[str, Any]:
+    best = max((row for row in plan.rows if row.is_simulated), key=lambda row: row.goodput, default=None)
+    return {
+        "kind": "search",
+        "winner": _row_tree(plan.row(plan.winner)),
+        "highest_total": _row_tree(best),
+        "baselines": [
+            {
+                "name": b.name,
+                "candidate": b.candidate.name,
+                "gpus": b.candidate.gpus,
+                "expected_goodput": b.expected,
+                "simulated_goodput": b.simulated,
+            }
+            for b in plan.baselines
+        ],
+        "pareto": {
+            "latency": [msgspec.to_builtins(point) for point in latency_front(points(plan, study.share))],
+            "total": [_row_tree(row) for row in total_front(plan.rows)],
+        },
+        "candidates": [_row_tree(row) for row in plan.rows],
+        "curves": [
+            {
+                "candidate": curve.setup.name,
+                "chunk_tokens": curve.setup.chunk_tokens,
+                "goodput": curve.goodput,
+                "warmup_s": curve.warmup_s,
+                "rates": msgspec.to_builtins(curve.outcomes),
+            }
+            for curve in plan.curves
+        ],
+        "runs": plan.num_runs,
+    }
+
+
+def _row_tree(row: Row | None) -> dict[str, Any] | None:
+    if row is None:
+        return None
+    return {
+        "candidate": row.name,
+        "gpus": row.gpus,
+        "goodput": row.goodput,
+        "goodput_per_gpu": row.per_gpu,
+        "phase_goodput": row.phase_goodput,
+        "simulated": row.is_simulated,
+        "attainment": row.attainment,
+        "chunk_tokens": row.chunk_tokens,
+        "ttft_ms": row.ttft_ms,
+        "tbt_ms": row.tbt_ms,
+        "bottleneck": row.bottleneck,
+    }
+
+
+def _replay_tree(replayed: Replayed) -> dict[str, Any]:
+    def tree(row: ReplayRow | None) -> dict[str, Any] | None:
+        if row is None:
+            return None
+        return {
+            "candidate": row.name,
+            "gpus": row.gpus,
+            "attainment": row.attainment,
+            "at_most": row.at_most,
+            "simulated": row.is_simulated,
+            "chunk_tokens": row.chunk_tokens,
+            "ttft_ms": row.ttft_ms,
+            "tbt_ms": row.tbt_ms,
+            "bottleneck": row.bottleneck,
+        }
+
+    return {
+        "kind": "replay",
+        "winner": tree(replayed.row(replayed.winner)),
+        "candidates": [tree(row) for row in replayed.rows],
+    }
+
+
+def _emit(path: Path, found: Plan | Replayed, study: Study, options: Options) -> str:
+    if found.winner is None:
+        return f"{path} was not written: no candidate keeps the SLO"
+    row = found.row(found.winner)
+    assert row is not None
+    profile = next(iter(study.profiles.values()))
+    model = profile.model
+    text = cluster_yaml(
+        found.winner,
+        config=study.config,
+        model=model,
+        cpu_kv_tokens=None if profile.gpus else profile.kv_tokens,
+        chunk_tokens=row.chunk_tokens,
+        comments=(
+            f"Found by `baton plan` for {model} on at most {options.gpus} GPUs:",
+            _sentence(found, study),
+            "By simulation from the profile named in plan.json; measure before you rely on it.",
+        ),
+    )
+    path.write_text(text, encoding="utf-8")
+    note = ""
+    if any(pool.tp > 1 for pool in found.winner.pools.values()):
+        note = f"; note: {NO_TENSOR_PARALLELISM}"
+    return f"{found.winner.name} is in {path}{note}"
+
+
+# --- what is shown ----------------------------------------------------------------------------------
+
+
+def _show(found: Plan | Replayed, study: Study, options: Options) -> None:
+    slo = f"TTFT {study.slo.ttft_ms:g} ms, TBT {study.slo.tbt_ms:g} ms for {study.share:.0%} of requests"
+    if isinstance(found, Replayed):
+        out.print(_replay_table(found, slo, study.num_requests))
+    else:
+        out.print(_plan_table(found, slo))
+        out.print(_front_table(found, study))
+        for baseline in found.baselines:
+            simulated = "not simulated" if baseline.simulated is None else f"simulated {baseline.simulated:.2f}/s"
+            placed = f"{baseline.candidate.name} on {baseline.candidate.gpus} GPUs"
+            out.print(f"{baseline.name}: {placed}, expected {baseline.expected:.2f}/s, {simulated}", markup=False)
+    out.print(_sentence(found, study), markup=False, style="bold")
+
+
+def _plan_table(plan: Plan, slo: str) -> Table:
+    title = f"Goodput under {slo}; times at that rate"
+    table = Table(title=title, caption=_APART, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("\ncandidate", no_wrap=True)
+    for name in ("\nGPUs", "goodput\n/s", "per GPU\n/s", *_TIMES):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("\nlimited by", no_wrap=True)
+    able = [row for row in plan.rows if row.goodput > 0]
+    for row in _shown(able or plan.rows, plan.winner, lambda row: not row.candidate.is_split):
+        table.add_row(
+            row.name,
+            str(row.gpus),
+            f"{'' if row.is_simulated else '≈'}{row.goodput:.2f}",
+            f"{row.per_gpu:.3f}",
+            *_times(row),
+            row.bottleneck,
+            style="bold" if row.candidate == plan.winner else None,
+        )
+    return table
+
+
+def _times(row: Row | ReplayRow) -> list[str]:
+    """Under the headings of `_TIMES`."""
+    return [f"{t['p90']:.0f}/{t['p99']:.0f}" if t else "-" for t in (row.ttft_ms, row.tbt_ms)]
+
+
+def _shown(rows: Sequence[Any], winner: Any, other: Callable[[Any], bool]) -> list[Any]:
+    """The first ones, and of those after them the winner and the best of the other kind."""
+    first = list(rows[:SHOWN])
+    for wanted in (lambda row: row.candidate == winner, other):
+        if not any(map(wanted, first)):
+            first += [next(filter(wanted, rows))] if any(map(wanted, rows)) else []
+    return first
+
+
+def _front_table(plan: Plan, study: Study) -> Table:
+    table = Table(
+        title="Pareto front: requests/s per GPU, p90 of TTFT and of TBT", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    table.add_column("candidate", no_wrap=True)
+    for name in ("rate\n/s", "per GPU\n/s", "TTFT p90\nms", "TBT p90\nms", "in\ntime"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for p in latency_front(points(plan, study.share))[:SHOWN]:
+        table.add_row(
+            p.name, f"{p.rate:.2f}", f"{p.per_gpu:.3f}", f"{p.ttft_ms:.0f}", f"{p.tbt_ms:.0f}", f"{p.attainment:.1%}"
+        )
+    return table
+
+
+def _replay_table(replayed: Replayed, slo: str, num_requests: int) -> Table:
+    title = f"Requests of the log that keep {slo}"
+    table = Table(title=title, caption=_APART, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("\ncandidate", no_wrap=True)
+    for name in ("\nGPUs", "in\ntime", *_TIMES):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("\nlacks", no_wrap=True)
+    for row in _shown(replayed.rows, replayed.winner, lambda row: not row.candidate.is_split):
+        table.add_row(
+            row.name,
+            str(row.gpus),
+            f"{'≤' if row.at_most else '' if row.is_simulated else '≈'}{row.attainment:.1%}",
+            *_times(row),
+            row.bottleneck,
+            style="bold" if row.candidate == replayed.winner else None,
+        )
+    return table
+
+
+def _sentence(found: Plan | Replayed, study: Study) -> str:
+    row = found.row(found.winner)
+    if row is None:
+        return f"No candidate was simulated that keeps the SLO for {study.share:.0%} of the requests."
+    if isinstance(row, ReplayRow):
+        return (
+            f"{row.name} on {row.gpus} GPUs would have kept the SLO for {row.attainment:.1%} of the requests, "
+            "the fewest GPUs of those simulated that suffice."
+        )
+    assert isinstance(found, Plan)
+    text = (
+        f"{row.name} keeps the SLO for {study.share:.0%} of the requests at up to {row.goodput:.2f}/s "
+        f"on {row.gpus} GPUs, {row.per_gpu:.3f}/s per GPU"
+    )
+    other = next(
+        (r for r in found.rows if r.is_simulated and r.candidate.is_split != row.candidate.is_split and r.goodput > 0),
+        None,
+    )
+    if other is None:
+        kind = "colocated" if row.candidate.is_split else "split"
+        return f"{text}; no {kind} placement that was simulated keeps it."
+    gain = row.per_gpu / other.per_gpu - 1
+    if found.objective == "total":
+        gain = row.goodput / other.goodput - 1
+    what = "per GPU" if found.objective == "per-gpu" else "in all"
+    versus = f"the best {'colocated' if row.candidate.is_split else 'split'} one, {other.name}"
+    if gain <= study.tolerance:
+        return f"{text}; {versus}, is within {study.tolerance:.0%} of it, which is what the search tells apart."
+    return f"{text}, {gain:.0%} more {what} than {versus}."
