@@ -60,8 +60,9 @@ def simulation(
 ) -> Simulation:
     """`config` in this setting, on workers as the profile says.
 
-    What `config` leaves at its default is the profile's, KV pools without `kv_blocks` too. `link`: between two workers;
-    None: the profile's. Raises ConfigError where nobody says how large pools are.
+    The settings of the profile's conventions hold, and its size of KV pools where pools have no `kv_blocks`; the
+    chunk size is the setting's, if it has one. `link`: between two workers; None: the profile's. Raises ConfigError
+    where nobody says how large pools are.
     """
     placed = with_placement(with_settings_of(config, profile), setting.placement, setting.chunk_tokens)
     layout = layout_of(profile, placed.engine.block_size)
@@ -168,16 +169,18 @@ def layout_of(profile: EngineProfile, block_size: int) -> KVLayout:
 
 
 def with_settings_of(config: ClusterConfig, profile: EngineProfile) -> ClusterConfig:
-    """`config` with the profile's settings, where it has none of its own. ConfigError for one that there is not."""
-    tree, defaults = dump_config(config, with_secret=True), dump_config(ClusterConfig())
+    """`config` with the profile's settings: whoever asks for conventions means all of them, whatever cluster file lies
+    about. ConfigError for a setting that there is not."""
+    tree = dump_config(config, with_secret=True)
     for dotted, value in profile.config.items():
         *path, key = dotted.split(".")
-        section, default = tree, defaults
+        section = tree
         try:
             for name in path:
-                section, default = section[name], default[name]
-            if section[key] == default[key]:
-                section[key] = value
+                section = section[name]
+            if key not in section:
+                raise KeyError(key)
+            section[key] = value
         except (KeyError, TypeError):
             raise ConfigError(dotted, f"of the profile {profile.name} is no setting", value=value) from None
     return parse_config(tree)

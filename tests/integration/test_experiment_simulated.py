@@ -294,15 +294,17 @@ def test_blocks_are_as_large_as_the_profile_says(size: int) -> None:
     assert size <= layout.token_bytes <= size * 1.01 + 4
 
 
-def test_the_profile_fills_in_what_the_configuration_leaves_open() -> None:
+def test_the_settings_of_a_profile_hold_whatever_the_cluster_file_says() -> None:
     profile = msgspec.structs.replace(TOY, config={"engine.policy": "prefill_first", "engine.max_batch_requests": 7})
     plain = simulation(CONFIG, profile, PLAN.settings[0]).config
     assert (plain.engine.policy, plain.engine.max_batch_requests) == ("prefill_first", 7)
     assert {pool.kv_blocks for pool in plain.pools.values()} == {20_000 // 16}
     own = parse_config({"engine": {"max_batch_requests": 5}, "pools": {"both": {"kv_blocks": 50}}})
     set_here = simulation(own, profile, PLAN.settings[0]).config
-    assert (set_here.engine.policy, set_here.engine.max_batch_requests) == ("prefill_first", 5)
+    assert (set_here.engine.policy, set_here.engine.max_batch_requests) == ("prefill_first", 7)
     assert {pool.kv_blocks for pool in set_here.pools.values()} == {50}
+    chunked = simulation(own, profile, Setting("colocated:2", 96)).config
+    assert chunked.engine.max_batch_tokens == 96
     with pytest.raises(ConfigError, match=r"engine\.no_such"):
         simulation(CONFIG, msgspec.structs.replace(TOY, config={"engine.no_such": 1}), PLAN.settings[0])
     with pytest.raises(ConfigError, match="how much KV fits"):
