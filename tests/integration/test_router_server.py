@@ -800,8 +800,9 @@ def test_what_is_looked_at_ends_with_its_client_and_with_the_router(start: Start
     gone.status()
     gone.close()
     eventually(lambda: rig.server.counters["gone_clients"] == 1)
-    held = rig.client().stream("hello", max_tokens=3, structured=FORM)
-    rig.client().status()
+    client = rig.client()
+    held = client.stream("hello", max_tokens=3, structured=FORM)
+    client.status()  # so the router has read it
     rig.server.stop()
     with pytest.raises(RequestFailedError, match="stopped"):
         held.result()
