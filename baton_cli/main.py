@@ -47,6 +47,15 @@ Address = Annotated[
     str | None, typer.Option(help="The router's address (tcp://host:port) instead of a cluster's name.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+WorkloadName = Annotated[
+    str | None,
+    typer.Option(
+        "--workload", metavar="NAME|FILE", help="chat, code, summarize, reasoning (chat/8: an eighth), or a trace."
+    ),
+]
+SkipMalformed = Annotated[
+    bool, typer.Option("--skip-malformed", help="Leave a trace's malformed rows out, and count them.")
+]
 
 
 def read_config(path: Path | None, overrides: list[str] | None) -> ClusterConfig:
@@ -307,16 +316,11 @@ def experiment(
         typer.Option(help="More requests before and after them, left out of the figures, as a share. Default: 0.1."),
     ] = None,
     seed: Annotated[list[int] | None, typer.Option(help="Seeds of the work; each is a repetition. Default: 0.")] = None,
-    workload: Annotated[
-        str | None,
-        typer.Option(metavar="NAME|FILE", help="chat, code, summarize, reasoning (chat/8: an eighth), or a trace."),
-    ] = None,
+    workload: WorkloadName = None,
     trace_format: Annotated[
         str | None, typer.Option("--format", help="Of a trace file. Default: told from its header.")
     ] = None,
-    skip_malformed: Annotated[
-        bool, typer.Option("--skip-malformed", help="Leave a trace's malformed rows out, and count them.")
-    ] = False,
+    skip_malformed: SkipMalformed = False,
     prompt_tokens: Annotated[
         str | None, typer.Option(metavar="LOW-HIGH", help="Prompt lengths, without --workload. Default: 32-96.")
     ] = None,
@@ -510,16 +514,11 @@ def plan(
     link_gb_per_s: Annotated[
         float | None, typer.Option(help="Between workers. Default: the profile's, else 25.")
     ] = None,
-    workload: Annotated[
-        str | None,
-        typer.Option(metavar="NAME|FILE", help="chat, code, summarize, reasoning (chat/8: an eighth), or a trace."),
-    ] = None,
+    workload: WorkloadName = None,
     trace_format: Annotated[
         str | None, typer.Option("--format", help="Of the trace or log. Default: told from the file.")
     ] = None,
-    skip_malformed: Annotated[
-        bool, typer.Option("--skip-malformed", help="Leave a trace's malformed rows out, and count them.")
-    ] = False,
+    skip_malformed: SkipMalformed = False,
     prompt_tokens: Annotated[
         str | None, typer.Option(metavar="LOW-HIGH", help="Prompt lengths, without --workload.")
     ] = None,

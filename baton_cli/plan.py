@@ -29,6 +29,7 @@ from baton_experiments.search.planner import Objective, OnProgress, Plan, Planne
 from baton_experiments.search.recorded import read_recorded
 from baton_experiments.search.replay import Replayed, Replayer, ReplayRow
 from baton_experiments.search.study import Load, Study, usable_profiles
+from baton_experiments.simulated import with_settings_of
 from baton_experiments.work import Work
 from baton_experiments.workloads import Lengths, describe, read_trace
 
@@ -265,7 +266,7 @@ def _recorded(options: Options) -> tuple[Load, dict[str, Any]]:
 
 
 def _config(options: Options, profile: EngineProfile) -> tuple[ClusterConfig, tuple[int, ...]]:
-    """Engine settings, and step budgets to try. A file or `--set` counts before the profile, that before ours."""
+    """Engine settings, and step budgets to try. The profile's hold (`with_settings_of`), ours where nobody else says."""
     overrides: dict[str, Any] = {}
     for item in options.overrides:
         key, separator, text = item.partition("=")
@@ -276,12 +277,10 @@ def _config(options: Options, profile: EngineProfile) -> tuple[ClusterConfig, tu
     if options.config is not None:
         load_config(options.config)  # says what is wrong with it
         written = parse_yaml(options.config.read_text(encoding="utf-8"), str(options.config)) or {}
-    ours = {**ENGINE_DEFAULTS, **profile.config}
-    ours = {key: value for key, value in ours.items() if not _is_set(written, key)}
-    merged = {**ours, **overrides}
-    config = load_config(options.config, merged)
+    ours = {key: value for key, value in ENGINE_DEFAULTS.items() if not _is_set(written, key)}
+    config = with_settings_of(load_config(options.config, {**ours, **overrides}), profile)
     budget = "engine.max_batch_tokens"
-    is_said = budget in merged or _is_set(written, budget)
+    is_said = budget in overrides or budget in profile.config or _is_set(written, budget)
     return config, options.chunks or ((config.engine.max_batch_tokens,) if is_said else CHUNKS)
 
 

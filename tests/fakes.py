@@ -7,10 +7,22 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import xxhash
 
-from baton.engine.request import EngineRequest, StepPlan
+from baton.engine.request import EngineRequest, StepItem, StepPlan
+from baton.protocol import RequestKey
+from baton.sampling_params import SamplingParams
 from kv_transfer.base import BlockMemory
 
 VOCAB = 1000
+
+
+def plan_of(*sizes: tuple[int, int]) -> StepPlan:
+    """Items of (computed before, tokens to compute)."""
+    items = []
+    for number, (start, count) in enumerate(sizes):
+        request = EngineRequest(RequestKey(f"{number:032x}", 0, 0), [1] * (start + count), SamplingParams())
+        request.num_computed = start
+        items.append(StepItem(request, count))
+    return StepPlan(items)
 
 
 def made_up_token(request: EngineRequest) -> int:

@@ -25,7 +25,7 @@ from baton_cluster.latency import LinkModel
 from baton_experiments.anatomy.devices import DEVICES, Device
 from baton_experiments.profiles.choice import ProfileChoice
 from baton_experiments.profiles.links import is_nccl, read_link
-from baton_experiments.profiles.memory import kv_tokens_that_fit
+from baton_experiments.profiles.memory import kv_note, kv_tokens_that_fit
 from baton_experiments.profiles.profile import EngineProfile
 from baton_experiments.profiles.shapes import DECODERS, Decoder
 from baton_experiments.profiles.tables import Curve, Plane, header_of, read_rows
@@ -133,7 +133,7 @@ def read(choice: ProfileChoice) -> EngineProfile:
             f"{nearest[0]} x {nearest[1]} reaches: {', '.join(derived)}, output matrix",
             "norms, rotary embedding, activation, embedding take what their bytes take; nothing for sampler and host",
             "a chunk behind other tokens attends as long as a prompt of as many positions does",
-            f"the KV cache has what 0.9 of {device.memory_gib:g} GiB leave beside the weights",
+            kv_note(device.memory_gib or 0),
         ),
     )
 

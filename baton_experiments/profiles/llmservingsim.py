@@ -23,7 +23,7 @@ import yaml
 from baton.engine.request import StepPlan
 from baton.errors import ConfigError
 from baton_experiments.profiles.choice import ProfileChoice
-from baton_experiments.profiles.memory import kv_tokens_that_fit, memory_gib
+from baton_experiments.profiles.memory import kv_note, kv_tokens_that_fit, memory_gib
 from baton_experiments.profiles.profile import EngineProfile
 from baton_experiments.profiles.shapes import decoder
 from baton_experiments.profiles.tables import Curve, Plane, common_axes, place, read_rows
@@ -157,7 +157,7 @@ def read(choice: ProfileChoice, *, gpu_memory_gib: float | None = None) -> Engin
             f"steps of up to {total.xs[-1]:g} tokens and {heads['lm_head'].xs[-1]:g} requests, attention to "
             f"{decode.curves[0].xs[-1]:g} tokens were measured; beyond, the tables go on as a line",
             f"decodes of unequal context: {skew:g} of the way from the mean to the longest, as the profile's fit says",
-            f"the KV cache has what 0.9 of {gib:g} GiB a GPU leave beside the weights",
+            kv_note(gib),
         ),
     )
 

@@ -26,6 +26,11 @@ def memory_gib(hardware: str) -> float:
     return gib
 
 
+def kv_note(gib: float) -> str:
+    """What `kv_tokens_that_fit` assumes of GPUs with so much memory, for a profile's notes."""
+    return f"the KV cache has what {USABLE:g} of {gib:g} GiB a GPU leave beside the weights"
+
+
 def kv_tokens_that_fit(shape: Decoder, gib: float, kv_bytes_per_token: int) -> int:
     """In what `USABLE` of so much memory leaves beside the weights. Raises ConfigError if they do not fit."""
     left = int(USABLE * gib * 2**30) - shape.weight_bytes

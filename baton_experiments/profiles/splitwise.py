@@ -22,7 +22,7 @@ from baton.errors import ConfigError
 from baton.step_log import StepShape
 from baton_cluster.latency import LinkModel
 from baton_experiments.profiles.choice import ProfileChoice
-from baton_experiments.profiles.memory import kv_tokens_that_fit, memory_gib
+from baton_experiments.profiles.memory import kv_note, kv_tokens_that_fit, memory_gib
 from baton_experiments.profiles.profile import EngineProfile
 from baton_experiments.profiles.shapes import decoder
 from baton_experiments.profiles.tables import Curve, Row, header_of, read_rows, rising
@@ -108,7 +108,7 @@ def read(choice: ProfileChoice, *, conventions: str | None = None) -> EngineProf
         "a step with prompts and decodes is not in the profile: it takes what a prompt of as many tokens does, and the "
         "decodes' context",
         f"prompts of {prompt.xs[0]:g} to {prompt.xs[-1]:g} tokens, {token.xs[0]:g} to {token.xs[-1]:g} decodes",
-        f"the KV cache has what 0.9 of {gib:g} GiB a GPU leave beside the weights",
+        kv_note(gib),
     ]
     for what, sizes in (("prompts of so many tokens", no_prompts), ("batches of so many decodes", no_batches)):
         if sizes:

@@ -18,7 +18,6 @@ from baton_experiments.workloads.arrivals import (
     Phased,
     Poisson,
     Recorded,
-    poisson_arrivals,
 )
 from baton_experiments.workloads.lengths import (
     Empirical,
@@ -35,7 +34,7 @@ from baton_experiments.workloads.presets import PRESETS, Preset, preset
 from baton_experiments.workloads.readers import FORMATS, TraceError, detect_format, read_trace
 from baton_experiments.workloads.request import PlannedRequest, Prompt, RequestShape, plan
 from baton_experiments.workloads.statistics import describe
-from baton_experiments.workloads.workload import SharedPrefixes, Workload, generate, synthetic
+from baton_experiments.workloads.workload import SharedPrefixes, Workload, generate
 
 __all__ = [
     "FORMATS",
@@ -68,8 +67,6 @@ __all__ = [
     "generate",
     "mean_tokens",
     "plan",
-    "poisson_arrivals",
     "preset",
     "read_trace",
-    "synthetic",
 ]

@@ -135,11 +135,6 @@ ArrivalProcess = Poisson | Gamma | Constant | Phased
 """Those that are plain data, for a configuration."""
 
 
-def poisson_arrivals(rate: float, seed: int) -> Iterator[float]:
-    """Seconds since the start of each arrival of a Poisson process of `rate` per second."""
-    return Poisson(rate).times(seed)
-
-
 def _forever() -> Iterator[None]:
     while True:
         yield None

@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 
 from baton.errors import ConfigError
-from baton_experiments.workloads.arrivals import Arrivals, Poisson
-from baton_experiments.workloads.lengths import Lengths, TokenLengths
+from baton_experiments.workloads.arrivals import Arrivals
+from baton_experiments.workloads.lengths import TokenLengths
 from baton_experiments.workloads.request import PlannedRequest, RequestShape, plan
 
 Shapes = Iterator[RequestShape]
@@ -276,17 +276,6 @@ def generate(
         "seed": seed,
     }
     return Workload(source, description)
-
-
-def synthetic(*, rate: float, num_requests: int, lengths: Lengths, vocab_size: int, seed: int) -> list[PlannedRequest]:
-    """`num_requests` Poisson arrivals with uniform lengths and random token ids.
-
-    The same seed gives the same prompts and lengths at every rate, and arrivals that are those of
-    another rate scaled in time, so that rates and placements are compared on the same work. Only the prompts'
-    first tokens differ between rates: no run is to find the KV of another in a cluster's prefix cache.
-    """
-    workload = generate(Poisson(rate), lengths.distributions(), seed=seed, num_requests=num_requests)
-    return list(workload.plan(vocab_size=vocab_size, seed=seed, salt=f"{float(rate)}"))
 
 
 def _counted(shapes: Iterable[RequestShape], counts: Counts) -> Shapes:

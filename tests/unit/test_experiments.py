@@ -21,24 +21,25 @@ from baton_experiments.plan import Estimate, Plan, Point
 from baton_experiments.records import RequestRecord, Run, Setting, Slo
 from baton_experiments.results import plain, read_records, read_steps, write_records, write_steps
 from baton_experiments.work import Work
-from baton_experiments.workloads import Lengths, TraceError, poisson_arrivals, synthetic
+from baton_experiments.workloads import Lengths, Poisson, TraceError
 
 VIDUR = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
 
 
 def test_arrivals_have_the_rate_and_scale_with_it() -> None:
-    times = list(itertools.islice(poisson_arrivals(4.0, seed=1), 4000))
+    times = list(itertools.islice(Poisson(4.0).times(1), 4000))
     assert times == sorted(times)
     assert 4000 / times[-1] == pytest.approx(4.0, rel=0.05)
-    faster = list(itertools.islice(poisson_arrivals(8.0, seed=1), 10))
+    faster = list(itertools.islice(Poisson(8.0).times(1), 10))
     assert faster == pytest.approx([t / 2 for t in times[:10]])
     with pytest.raises(BatonError, match="positive"):
-        next(poisson_arrivals(0, seed=1))
+        Poisson(0)
 
 
 def test_the_same_seed_is_the_same_work_at_every_rate() -> None:
     def work(rate: float, seed: int) -> list[tuple[tuple[int, ...], int]]:
-        requests = synthetic(rate=rate, num_requests=20, lengths=Lengths((3, 9), (2, 4)), vocab_size=500, seed=seed)
+        made = Work(lengths=Lengths((3, 9), (2, 4)))
+        requests = made.requests(rate=rate, seed=seed, num_requests=20, max_model_len=100, vocab_size=500)
         return [(r.prompt, r.max_tokens) for r in requests]
 
     def without_first(work: list[tuple[tuple[int, ...], int]]) -> list[tuple[tuple[int, ...], int]]:

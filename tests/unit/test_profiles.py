@@ -11,10 +11,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.request import EngineRequest, StepItem, StepPlan
 from baton.errors import ConfigError
-from baton.protocol import RequestKey
-from baton.sampling_params import SamplingParams
 from baton_cluster.latency import LinkModel
 from baton_experiments.anatomy.devices import device
 from baton_experiments.profiles.fitted import FittedLatency, profile_tree
@@ -25,6 +22,7 @@ from baton_experiments.profiles.memory import kv_tokens_that_fit, memory_gib
 from baton_experiments.profiles.profile import EngineProfile
 from baton_experiments.profiles.shapes import DECODERS
 from baton_experiments.profiles.tables import Curve, Plane, rising
+from tests.fakes import plan_of
 
 PUBLISHED = Path(__file__).resolve().parents[3] / "shared" / "workloads" / "profiles"
 LLAMA = "meta-llama/Llama-3.1-8B"
@@ -35,16 +33,6 @@ def published(name: str = "") -> Path:
     if not path.exists():
         pytest.skip(f"the published profile {name or 'folder'} is not on this machine")
     return path
-
-
-def plan_of(*sizes: tuple[int, int]) -> StepPlan:
-    """Items of (computed before, tokens to compute)."""
-    items = []
-    for number, (start, count) in enumerate(sizes):
-        request = EngineRequest(RequestKey(f"{number:032x}", 0, 0), [1] * (start + count), SamplingParams())
-        request.num_computed = start
-        items.append(StepItem(request, count))
-    return StepPlan(items)
 
 
 def table(path: Path, header: str, *rows: tuple[object, ...]) -> Path:

@@ -6,21 +6,9 @@ import itertools
 
 import pytest
 
-from baton.engine.request import EngineRequest, StepItem, StepPlan
-from baton.protocol import RequestKey
-from baton.sampling_params import SamplingParams
 from baton.step_log import StepLog, StepRecord, StepShape
+from tests.fakes import plan_of
 from tests.stub_cluster import StubCluster
-
-
-def plan_of(*sizes: tuple[int, int]) -> StepPlan:
-    """Items of (computed before, tokens to compute)."""
-    items = []
-    for number, (start, count) in enumerate(sizes):
-        request = EngineRequest(RequestKey(f"{number:032x}", 0, 0), [1] * (start + count), SamplingParams())
-        request.num_computed = start
-        items.append(StepItem(request, count))
-    return StepPlan(items)
 
 
 @pytest.mark.parametrize(
