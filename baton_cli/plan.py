@@ -266,7 +266,7 @@ def _recorded(options: Options) -> tuple[Load, dict[str, Any]]:
 
 
 def _config(options: Options, profile: EngineProfile) -> tuple[ClusterConfig, tuple[int, ...]]:
-    """Engine settings, and step budgets to try. The profile's hold (`with_settings_of`), ours where nobody else says."""
+    """Engine settings, and step budgets to try. The profile's hold (`with_settings_of`), ours where nobody says any."""
     overrides: dict[str, Any] = {}
     for item in options.overrides:
         key, separator, text = item.partition("=")
