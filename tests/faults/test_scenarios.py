@@ -544,6 +544,8 @@ def test_a_seed_gives_the_same_tokens_split_and_colocated() -> None:
 LIVENESS = {"heartbeat_s": 0.2, "timeout_s": 1.0}
 QUICK: dict[str, Any] = {"engine": ENGINE, "liveness": LIVENESS}
 HANGS_S = 60.0
+TURNS = {"prefill_policy": "round_robin", "decode_policy": "round_robin"}
+"""Two workers get as many requests each, whatever has ended when the next one arrives."""
 
 
 @APART_AND_GROUPS
@@ -552,7 +554,7 @@ def test_a_prefill_worker_killed_at_prefill(transport: str) -> None:
     pools = {"prefill": {"workers": 2}, "decode": {}}
     prompts = [prompt_of(40, i) for i in range(4)]
     cluster = ProcessCluster(
-        pools, apart=["prefill-1"], apart_step_s=HANGS_S, transport=transport, engine=ENGINE, liveness=LIVENESS
+        pools, apart=["prefill-1"], apart_step_s=HANGS_S, transport=transport, router=TURNS, **QUICK
     )
     with cluster, cluster.client() as client, ThreadPoolExecutor(4) as pool:
         done = [pool.submit(client.generate, prompt, max_tokens=10, seed=0) for prompt in prompts]
@@ -575,7 +577,7 @@ def test_a_decode_worker_killed_before_its_first_token(transport: str) -> None:
     pools = {"prefill": {}, "decode": {"workers": 2}}
     prompts = [prompt_of(40, i) for i in range(4)]
     cluster = ProcessCluster(
-        pools, apart=["decode-1"], apart_step_s=HANGS_S, transport=transport, engine=ENGINE, liveness=LIVENESS
+        pools, apart=["decode-1"], apart_step_s=HANGS_S, transport=transport, router=TURNS, **QUICK
     )
     with cluster, cluster.client() as client, ThreadPoolExecutor(4) as pool:
         done = [pool.submit(client.generate, prompt, max_tokens=10, seed=0) for prompt in prompts]
@@ -619,9 +621,7 @@ def test_a_worker_that_dies_and_comes_back(transport: str) -> None:
 def test_a_worker_that_freezes_and_thaws(transport: str) -> None:
     """Row 27: it counts as lost meanwhile; what it says afterwards about attempts that were moved is not believed."""
     pools = {"prefill": {}, "decode": {"workers": 2}}
-    cluster = ProcessCluster(
-        pools, apart=["decode-1"], apart_step_s=0.01, transport=transport, engine=ENGINE, liveness=LIVENESS
-    )
+    cluster = ProcessCluster(pools, apart=["decode-1"], apart_step_s=0.01, transport=transport, router=TURNS, **QUICK)
     with cluster, cluster.client() as client, ThreadPoolExecutor(4) as pool:
         prompts = [prompt_of(40, i) for i in range(4)]
         streaming = [pool.submit(client.generate, prompt, max_tokens=200, seed=0) for prompt in prompts]
