@@ -15,6 +15,7 @@ import msgspec
 
 from baton.audit import Holding
 from baton.engine.request import ChunkDone, Ended, PromptDone
+from baton.plain_steps import PlainSteps
 from baton.protocol import (
     AttemptFailed,
     HandoffDone,
@@ -32,7 +33,8 @@ from baton.protocol import (
 class ToRouter(msgspec.Struct, frozen=True):
     """Send this to the router."""
 
-    message: Tokens | HandoffRefused | HandoffDone | AttemptFailed | Heartbeat
+    message: Tokens | PlainSteps | HandoffRefused | HandoffDone | AttemptFailed | Heartbeat
+    """PlainSteps: only of drivers that ask for it (`WorkerCore.finish_step`)."""
 
 
 class ToPeer(msgspec.Struct, frozen=True):
@@ -256,6 +258,11 @@ class ReceivePort(Protocol):
 
     def on_received(self, transfer: TransferId, checksums: dict[int, int], now: float) -> list[Action]:
         """The transport wrote blocks; checksum of what is now in the pool, by index."""
+        ...
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether an offer waits for blocks."""
         ...
 
     def on_blocks_free(self, now: float) -> list[Action]:

@@ -152,7 +152,7 @@ class Peers(Message, frozen=True, tag=14):
     workers: Annotated[tuple[WorkerInfo, ...], msgspec.Meta(max_length=MAX_WORKERS)]
 
 
-class LoadReport(Message, frozen=True, tag=15):
+class LoadReport(Message, frozen=True, tag=15, gc=False):
     """How full a worker is. Rides on `Tokens` and `Heartbeat`."""
 
     num_waiting: Count = 0

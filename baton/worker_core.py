@@ -17,6 +17,7 @@ from baton.engine.prefix_log import PrefixLog
 from baton.engine.request import ChunkDone, Effect, Emit, Ended, EngineRequest, PromptDone, StepPlan
 from baton.errors import RequestError
 from baton.ledger import MAX_BLOCK_IDS, MAX_ENTRIES, MAX_FINDINGS, AskLedger, Finding, LedgerEntry, LedgerReport
+from baton.plain_steps import PlainSteps
 from baton.ports import (
     Action,
     BlocksReceived,
@@ -123,10 +124,25 @@ class WorkerCore:
     def next_step(self, now: float) -> StepPlan | None:
         return self.engine.schedule(now)
 
-    def finish_step(self, plan: StepPlan, tokens: Sequence[int | None], now: float) -> list[Action]:
-        """Take in a step's tokens. The first action is the one `Tokens` message of the step, if it has any."""
+    def finish_step(
+        self, plan: StepPlan, tokens: Sequence[int | None], now: float, plain: PlainSteps | None = None
+    ) -> list[Action]:
+        """Take in a step's tokens. The first action is the one `Tokens` message of the step, if it has any.
+
+        `plain`: that is the message, if there are tokens that it can tell; for drivers of which all tokens are its.
+        """
         rows: list[TokenOut] = []
-        return self._after(self._apply(self.engine.complete(plan, tokens, now, rows), now, rows), now)
+        effects = self.engine.complete(plan, tokens, now, rows, plain)
+        return self._after(self._apply(effects, now, rows, plain), now)
+
+    def is_plain(self, plan: StepPlan, token: int) -> bool:
+        """Whether `finish_step`, if all get `token`, would answer with a message of one token each and nothing else."""
+        return self.engine.is_plain(plan, token) and not (self.receive and self.receive.is_waiting)
+
+    def finish_plain_step(self, plan: StepPlan, token: int, now: float) -> LoadReport:
+        """`finish_step` where `is_plain`: what to report beside the tokens (`baton.plain_steps`)."""
+        self.engine.complete_plain(plan, token, now)
+        return self.load()
 
     def fail_step(self, plan: StepPlan, problem: str, now: float) -> list[Action]:
         """The step raised: its requests end here and the router may place them elsewhere."""
@@ -284,8 +300,14 @@ class WorkerCore:
         actions = self.receive.on_abort(key, now) if self.receive else []
         return actions + self._apply(self.engine.abort(key, now), now)
 
-    def _apply(self, effects: list[Effect], now: float, tokens: Sequence[TokenOut] = ()) -> list[Action]:
-        """What follows from effects; `tokens` are the step's."""
+    def _apply(
+        self,
+        effects: list[Effect],
+        now: float,
+        tokens: Sequence[TokenOut] = (),
+        plain: PlainSteps | None = None,
+    ) -> list[Action]:
+        """What follows from effects; `tokens` and `plain` are the step's."""
         marks: list[MarksOut] = []
         logprobs: list[LogprobsOut] = []
         actions: list[Action] = []
@@ -310,6 +332,8 @@ class WorkerCore:
                         actions.append(self._refused(request.key, effect.problem))
                     if request.handoff and self.send is not None:
                         actions += self.send.on_ended(effect, now)
+        load = self.load() if tokens or (plain and plain.keys) else None
+        message: Tokens | PlainSteps
         if tokens:
             worker = self.info
             message = Tokens(
@@ -317,11 +341,17 @@ class WorkerCore:
                 worker.incarnation,
                 tuple(tokens),
                 tuple(marks),
-                self.load(),
+                load,
                 tuple(logprobs),
                 # Where a prompt is done, or a request: what became findable with a block in between can wait.
                 self.take_prefix_news() if marks else None,
             )
+            if plain and plain.keys:
+                plain.rest = message
+        if load is not None:
+            if plain and plain.keys:
+                plain.loads.append(load)
+                message = plain
             actions.insert(0, ToRouter(message))
         return actions
 

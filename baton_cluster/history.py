@@ -46,7 +46,7 @@ from baton.protocol import (
     Tokens,
 )
 from baton.worker_core import WorkerCore
-from router.actions import NewTokens, RequestDone, RequestFailed, RouterAction, SendWorker, StreamedTokens
+from router.actions import NewTokens, RequestDone, RequestFailed, RouterAction, SendWorker
 from router.core import RouterCore
 
 ROUTER = "router"
@@ -186,9 +186,6 @@ class LifeHistory:
             case NewTokens(request_id=request_id, tokens=tokens):
                 for token in tokens:
                     self._add(request_id, now, ROUTER, f"token {token}")
-            case StreamedTokens(requests=requests, tokens=tokens):
-                for request, token in zip(requests, tokens, strict=True):
-                    self._add(request.owner.request_id, now, ROUTER, f"token {token}")
             case RequestDone(request_id=request_id, finish_reason=reason):
                 self._add(request_id, now, ROUTER, f"done {reason}")
             case RequestFailed(request_id=request_id, code=code):

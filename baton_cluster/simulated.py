@@ -31,11 +31,12 @@ from baton_cluster.history import LifeEvent, LifeHistory
 from baton_cluster.latency import LatencyModel, LinkModel
 from baton_cluster.network import Network
 from baton_cluster.role_changes import SimulatedRoles
+from baton_cluster.run_ahead import RunAhead
 from baton_cluster.simulated_worker import IsDamaged, NextToken, SimulatedWorker
 from baton_cluster.specs import WorkerSpec, worker_specs
 from baton_cluster.virtual_clock import Alarm, VirtualClock
 from kv_transfer.wire_format import wire_encoding
-from router.actions import NewTokens, RequestDone, RequestFailed, RouterAction, SendWorker, StreamedTokens
+from router.actions import NewTokens, RequestDone, RequestFailed, RouterAction, SendWorker, StreamedSteps
 from router.core import RouterCore
 
 LABEL = "its request"
@@ -140,7 +141,7 @@ class SimulatedCluster:
             raise ConfigError("engine.block_size", "differs from the layout's", value=config.engine.block_size)
         self.config = config
         self.clock = VirtualClock(JOINED_AT)
-        self.router = RouterCore(config, router_incarnation="router#1", bundles=True)
+        self.router = RouterCore(config, router_incarnation="router#1")
         self.history = LifeHistory() if history else None
         self.workers: dict[str, SimulatedWorker] = {}
         """The present life of each worker, by id."""
@@ -162,6 +163,7 @@ class SimulatedCluster:
         self._num_requests = self._num_open = self._num_coming = 0
         self._news_at = 0.0
         """When a client last heard something, or a request was submitted."""
+        self._ahead = RunAhead(self.clock, self.router, link.latency_s, self._act)
         self._alarm = Alarm(self.clock, self.router.next_deadline, self._on_alarm)
         self._roles: SimulatedRoles | None = None
         if self.router.roles is not None:
@@ -184,6 +186,7 @@ class SimulatedCluster:
     ) -> SimulatedRequest:
         """A client sends this request at `at_s`. It cancels once it has got `leave_after` tokens, if given."""
         request = self._new_request(at_s, prompt, sampling, leave_after)
+        self._ahead.num_leaving += leave_after is not None
         self.requests.append(request)
         self.clock.at(at_s + self._link.latency_s, self._generate, request)
         return request
@@ -219,8 +222,10 @@ class SimulatedCluster:
         """
         clock = self.clock
         if until is not None:
+            clock.limit = until
             while (at := clock.next_at()) is not None and at <= until:
                 clock.step()
+            clock.limit = float("inf")
             clock.now = max(clock.now, until)
         else:
             step = clock.step
@@ -298,12 +303,15 @@ class SimulatedCluster:
         """Its client goes, if it has got as much as it wants."""
         if request.leave_after is not None and len(request.tokens) >= request.leave_after:
             request.leave_after = None
+            self._ahead.num_leaving -= 1
             self.cancel(request, at)
 
     def _end(self, action: RequestDone | RequestFailed) -> None:
         request = self._by_id.pop(action.request_id)
         self._num_open -= 1
         request.ended_at = self._news_at = self.clock.now + self._link.latency_s
+        if request.leave_after is not None:
+            self._ahead.num_leaving -= 1
         if isinstance(action, RequestFailed):
             request.finish_reason, request.error = "error", (action.code, action.message)
         else:
@@ -333,14 +341,8 @@ class SimulatedCluster:
         """Do what the router says, in order. What a failed send leads to comes after: the list grows."""
         at = self.clock.now + self._link.latency_s
         for action in actions:
-            if type(action) is StreamedTokens:
-                self._news_at = at
-                for routed, token in zip(action.requests, action.tokens, strict=True):
-                    request: SimulatedRequest = routed.owner.client
-                    request.tokens.append(token)
-                    request.token_times.append(at)
-                    if request.leave_after is not None:
-                        self._leave(request, at)
+            if type(action) is StreamedSteps:
+                self._stream(action)
             elif type(action) is NewTokens:
                 self._news_at = at
                 client: Any = action.client
@@ -353,6 +355,24 @@ class SimulatedCluster:
                 assert isinstance(action, RequestDone | RequestFailed), action
                 self._end(action)
         self._alarm.update()
+
+    def _stream(self, steps: StreamedSteps) -> None:
+        latency_s, token = self._link.latency_s, steps.token
+        times = [arrival + latency_s for arrival in steps.arrivals]
+        at = self._news_at = times[-1]
+        if len(times) > 1:
+            tokens = [token] * len(times)
+            for routed in steps.requests:
+                client: SimulatedRequest = routed.owner.client
+                client.tokens += tokens
+                client.token_times += times
+            return
+        for routed in steps.requests:
+            client = routed.owner.client
+            client.tokens.append(token)
+            client.token_times.append(at)
+            if client.leave_after is not None:
+                self._leave(client, at)
 
     def _send_worker(self, action: SendWorker) -> list[RouterAction]:
         worker, message = self._fabric[action.incarnation], action.message
@@ -401,6 +421,7 @@ class SimulatedCluster:
             encoding=wire_encoding(self.config.transfer),
             on_step=self._on_step,
             network=self._network,
+            ahead=self._ahead if self.history is None else None,
         )
         self._send_router(info.incarnation, Join(PROTOCOL_VERSION, info, self.clock.now))
         self.clock.after(self.config.liveness.heartbeat_s, worker.beat)

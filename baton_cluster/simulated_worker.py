@@ -18,6 +18,7 @@ from typing import Any
 
 from baton.engine.request import EngineRequest, StepPlan
 from baton.errors import ProtocolError
+from baton.plain_steps import PlainSteps
 from baton.ports import (
     Action,
     BlocksReceived,
@@ -42,6 +43,7 @@ from baton.step_log import StepRecord, StepShape
 from baton.worker_core import WorkerCore
 from baton_cluster.latency import LatencyModel, LinkModel, StepFailed
 from baton_cluster.network import Network
+from baton_cluster.run_ahead import RunAhead
 from baton_cluster.virtual_clock import Alarm, VirtualClock
 from kv_transfer.expected import ExpectedBlocks
 from kv_transfer.messages import Hello
@@ -100,6 +102,7 @@ class SimulatedWorker:
         encoding: Encoding = "plain",
         on_step: Callable[[StepRecord], None] | None = None,
         network: Network | None = None,
+        ahead: RunAhead | None = None,
     ):
         self.core = core
         self.info = core.info
@@ -119,6 +122,8 @@ class SimulatedWorker:
         self._is_damaged = is_damaged
         self._fabric = fabric
         self._to_router = to_router
+        self._ahead = ahead if isinstance(next_token, int) else None
+        """Where all tokens are the same, and nobody wants to see each step."""
         self._network = network
         """Where links share something."""
         self._heartbeat_s = heartbeat_s
@@ -227,45 +232,84 @@ class SimulatedWorker:
     # --- steps --------------------------------------------------------------------------------------
 
     def _start_step(self) -> None:
-        plan = self.core.next_step(self._clock.now)
-        if plan is not None:
-            self._plan = plan
-            seconds = self._step_s(plan)
-            self.busy_s += seconds
-            if self._on_step is not None:
-                self._record = self._record_of(plan, seconds)
-            self._clock.after(seconds, self._end_step, plan)
+        now = self._clock.now
+        plan = self.core.next_step(now)
+        if plan is None:
+            return
+        self._plan = plan
+        self._clock.at(self._begin_step(plan, now), self._end_step, plan)
 
-    def _record_of(self, plan: StepPlan, seconds: float) -> StepRecord:
-        shape, occupancy = StepShape.of(plan), self.core.engine.occupancy()
-        return StepRecord(self.info.worker_id, self._clock.now, seconds, shape, *occupancy)
+    def _begin_step(self, plan: StepPlan, now: float) -> float:
+        """It starts now; when it ends."""
+        seconds = self._step_s(plan)
+        self.busy_s += seconds
+        if self._on_step is not None:
+            shape, occupancy = StepShape.of(plan), self.core.engine.occupancy()
+            self._record = StepRecord(self.info.worker_id, now, seconds, shape, *occupancy)
+        return now + seconds
+
+    def _run_ahead(self, plan: StepPlan, token: int, ahead: RunAhead) -> bool:
+        """`plan` ends now and `is_plain`: end it, and all that follow it as long as nobody disturbs. False: somebody
+        does at once, and nothing was done."""
+        core, latency_s, end = self.core, ahead.latency_s, self._clock.now
+        horizon = ahead.horizon()
+        if end + latency_s >= horizon or not ahead.takes(
+            self.info.incarnation, steps := core.engine.plain_steps(token)
+        ):
+            return False
+        following: StepPlan | None = plan
+        while following is not None:
+            steps.add(end + latency_s, core.finish_plain_step(following, token, end))
+            following = core.next_step(end)
+            if following is None:
+                break
+            end = self._begin_step(following, end)
+            if end + latency_s >= horizon or not core.is_plain(following, token):
+                self._plan = following
+                self._clock.at(end, self._end_step, following)
+                break
+            self._tell_step()
+        ahead.tell(self.info.incarnation, steps)
+        return True
+
+    def _tell_step(self) -> None:
+        if self._on_step is not None:
+            assert self._record is not None
+            self._on_step(self._record)
 
     def _end_step(self, plan: StepPlan) -> None:
         if not self.alive:
             return
         self._plan = None
-        if self._on_step is not None:
-            assert self._record is not None
-            self._on_step(self._record)
-        next_token = self._next_token
+        self._tell_step()
+        next_token, ahead = self._next_token, self._ahead
         tokens: list[int | None]
+        plain: PlainSteps | None = None
         try:
             if not isinstance(next_token, int):
                 tokens = [next_token(item.request) if item.samples else None for item in plan.items]
-            elif plan.in_batch.stop - plan.in_batch.start == len(plan.items):
-                tokens = [next_token] * len(plan.items)
-            else:
+            elif plan.in_batch.stop - plan.in_batch.start < len(plan.items):
                 tokens = [next_token if item.samples else None for item in plan.items]
+            elif ahead and self.core.is_plain(plan, next_token) and self._run_ahead(plan, next_token, ahead):
+                return
+            else:
+                tokens = [next_token] * len(plan.items)
         except StepFailed as e:
             self._take(self.core.fail_step(plan, f"{type(e).__name__}: {e}", self._clock.now))
+            return
+        if ahead is not None:
+            assert isinstance(next_token, int)
+            plain = PlainSteps(next_token, [], [])
+            plain.arrivals.append(self._clock.now + ahead.latency_s)
+            actions = self.core.finish_step(plan, tokens, self._clock.now, plain)
         else:
             actions = self.core.finish_step(plan, tokens, self._clock.now)
-            if len(actions) == 1 and type(first := actions[0]) is ToRouter:
-                # Nothing was said to peers, so no deadline was brought forward.
-                self._to_router(self.info.incarnation, first.message)
-                self._start_step()
-            else:
-                self._take(actions)
+        if len(actions) == 1 and type(first := actions[0]) is ToRouter:
+            # Nothing was said to peers, so no deadline was brought forward.
+            self._to_router(self.info.incarnation, first.message)
+            self._start_step()
+        else:
+            self._take(actions)
 
     # --- other workers ------------------------------------------------------------------------------
 

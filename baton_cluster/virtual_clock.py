@@ -16,6 +16,8 @@ class VirtualClock:
     def __init__(self, start: float = 0.0):
         self.now = start
         self.num_events = 0
+        self.limit = float("inf")
+        """Nobody will call `step` for what is later than this, for now."""
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
 
     def after(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
@@ -30,6 +32,11 @@ class VirtualClock:
     def next_at(self) -> float | None:
         """When the next event is; None: nothing is planned."""
         return self._heap[0][0] if self._heap else None
+
+    def horizon(self) -> float:
+        """Until then nothing happens, beside what is happening now."""
+        heap = self._heap
+        return heap[0][0] if heap and heap[0][0] < self.limit else self.limit
 
     def step(self) -> None:
         """Go on to the next event and do it."""

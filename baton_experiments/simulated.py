@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from baton.config import ClusterConfig, dump_config, parse_config
-from baton.engine.request import EngineRequest
 from baton.errors import ConfigError
 from baton.layout import KVLayout
 from baton.sampling_params import SamplingParams
@@ -50,7 +49,7 @@ class Simulation(msgspec.Struct, frozen=True):
             self.link,
             layout=self.layout,
             max_model_len=self.config.model.max_model_len or _kv_tokens(self.config),
-            next_token=_token,
+            next_token=1,
             on_step=None if steps is None else steps.append,
         )
 
@@ -219,10 +218,6 @@ def _described(simulation: Simulation) -> dict[str, Any]:
 
 def _kv_tokens(config: ClusterConfig) -> int:
     return max((pool.kv_blocks or 0) * config.block_size_of(pool) for pool in config.pools.values())
-
-
-def _token(request: EngineRequest) -> int:
-    return 1
 
 
 def _fill(record: RequestRecord, ended: SimulatedRequest) -> None:

@@ -350,6 +350,10 @@ class ReceivePort:
         session.receive(checksums, now)
         return self._settle(session, now)
 
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._waiting)
+
     def on_blocks_free(self, now: float) -> list[Action]:
         return self._admit(now) if self._waiting else []
 

@@ -40,15 +40,17 @@ class NewTokens(msgspec.Struct, frozen=True, gc=False):
     """With the first token of sample 0, if the request wants them."""
 
 
-class StreamedTokens(msgspec.Struct, frozen=True, gc=False):
-    """The next token of each of several requests, of one message; only for drivers that ask for it (`RouterCore`).
+class StreamedSteps(msgspec.Struct, frozen=True, gc=False):
+    """The same next tokens for each of several requests; only where plain steps are told (`RouterCore`).
 
     What `NewTokens` would say of each: its `owner` has client, label and request id.
     """
 
     requests: list[Any]
     """`router.request.RoutedRequest`, to be read."""
-    tokens: list[int]
+    token: int
+    arrivals: list[float]
+    """When each token came."""
 
 
 class SampleDone(msgspec.Struct, frozen=True):
@@ -101,4 +103,4 @@ class LedgerDone(msgspec.Struct, frozen=True):
     message: ClusterLedger
 
 
-RouterAction = SendWorker | NewTokens | StreamedTokens | SampleDone | RequestDone | RequestFailed | LedgerDone
+RouterAction = SendWorker | NewTokens | StreamedSteps | SampleDone | RequestDone | RequestFailed | LedgerDone

@@ -7,10 +7,11 @@ Every method appends its actions to `out`, in the order to do them.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from baton.config import ClusterConfig
 from baton.protocol import AttemptFailed, HandoffDone, HandoffRefused, RequestKey, Tokens
-from router.actions import NewTokens, StreamedTokens
+from router.actions import NewTokens
 from router.lifecycle import Actions, Lifecycle
 from router.request import NOTHING, RoutedRequest, State
 from router.view import WorkerView
@@ -22,13 +23,12 @@ HANDOFF_CODES = frozenset(("transfer", "peer_lost"))
 class AttemptEvents:
     """Of all open requests. Events of former attempts, or of workers that take no part in one, change nothing."""
 
-    def __init__(self, config: ClusterConfig, life: Lifecycle, *, bundles: bool = False):
+    def __init__(self, config: ClusterConfig, life: Lifecycle):
         self.handoffs: Counter[str] = Counter(done=0, refused=0, failed=0)
         """Hand-overs by what became of them; one that was refused may have gone to another worker."""
         self.num_handoff_blocks = 0
         self.num_timeouts = 0
         """Requests whose time was over before they ended."""
-        self._bundles = bundles
         self._life = life
         self._book = life.book
         self._timeout_s = config.liveness.timeout_s
@@ -44,9 +44,6 @@ class AttemptEvents:
                     request.cached_tokens = cached_tokens
         logprobs = {entry[:4]: entry for entry in message.logprobs} if message.logprobs else {}
         touched: list[RoutedRequest] = []
-        streamed: list[RoutedRequest] = []
-        news: list[int] = []
-        bundles = self._bundles
         for row in message.tokens:
             sample, index = row.sample, row.index
             request = requests.get((row.request_id, sample)) if sample else first.get(row.request_id)
@@ -60,12 +57,8 @@ class AttemptEvents:
                 token = row.token
                 request.tokens.append(token)
                 request.plain_next = index + 1 if index + 1 < request.plain_end else NOTHING
-                if bundles:
-                    streamed.append(request)
-                    news.append(token)
-                else:
-                    owner = request.owner
-                    out.append(NewTokens(owner.client, owner.label, owner.request_id, (token,), sample))
+                owner = request.owner
+                out.append(NewTokens(owner.client, owner.label, owner.request_id, (token,), sample))
                 continue
             request_id, attempt = row.request_id, row.attempt
             if request is None or request.attempt != attempt:
@@ -89,8 +82,6 @@ class AttemptEvents:
                 touched.append(request)
             about = logprobs.get((request_id, attempt, sample, index)) if logprobs else None
             request.take(index, row.token, row.finish, about)
-        if streamed:
-            out.append(StreamedTokens(streamed, news))
         for request in touched:
             request.touched = False
             if request.state is State.ENDED:
@@ -109,6 +100,37 @@ class AttemptEvents:
                     self._book.set_timer(request, now + self._timeout_s)
             elif self._book.timers:
                 self._book.clear_timer(request)
+
+    def plain_requests(
+        self, worker: WorkerView, keys: Sequence[RequestKey], first: Sequence[int]
+    ) -> list[RoutedRequest] | None:
+        """Those of these attempts, if their tokens from `first` on are only to be kept and passed on; else None."""
+        requests, of_first_sample = self._book.by_id, self._book.first
+        found: list[RoutedRequest] = []
+        for (request_id, attempt, sample), index in zip(keys, first, strict=True):
+            request = requests.get((request_id, sample)) if sample else of_first_sample.get(request_id)
+            if (
+                request is None
+                or index != request.plain_next
+                or request.attempt != attempt
+                or worker is not request.streams_from
+            ):
+                return None
+            found.append(request)
+        return found
+
+    def keep_plain(self, requests: Sequence[RoutedRequest], token: int, count: int) -> None:
+        """Each of `plain_requests` got `token` so many times, and not yet its last one."""
+        if count == 1:
+            for request in requests:
+                request.tokens.append(token)
+        else:
+            tokens = [token] * count
+            for request in requests:
+                request.tokens += tokens
+        for request in requests:
+            following = request.plain_next + count
+            request.plain_next = following if following < request.plain_end else NOTHING
 
     def on_attempt_failed(self, worker: WorkerView, message: AttemptFailed, now: float, out: Actions) -> None:
         request = self._current(worker, message.key)

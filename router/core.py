@@ -22,6 +22,7 @@ import msgspec
 from baton.config import ClusterConfig
 from baton.errors import BatonError, InvalidRequestError, JoinRefusedError, OverloadedError
 from baton.ledger import LedgerReport, LedgerRequest
+from baton.plain_steps import PlainSteps
 from baton.protocol import (
     MAX_WORKERS,
     AskPrefixes,
@@ -42,7 +43,7 @@ from baton.protocol import (
 )
 from baton.sampling_params import SamplingParams
 from baton.timeline import Mark
-from router.actions import ClientId, RequestFailed, SendWorker
+from router.actions import ClientId, RequestFailed, SendWorker, StreamedSteps
 from router.admission import check_prompt_logprobs, check_request, check_sampling
 from router.attempts import AttemptEvents
 from router.ledger import LedgerQuestions
@@ -66,9 +67,7 @@ class RouterCore:
         router_incarnation: str,
         fingerprint: str | None = None,
         clock: str = "",
-        bundles: bool = False,
     ):
-        """`bundles`: tokens of which nothing else is to be told come as `StreamedTokens` where they can."""
         self.view = ClusterView(config.router.max_handoffs)
         self.num_dropped = 0
         """Messages of former or unknown lives, or that contradict themselves."""
@@ -88,7 +87,7 @@ class RouterCore:
         self._membership = Membership(fingerprint)
         self._life = Lifecycle(config, self.view, self._policy)
         self._book = self._life.book
-        self.attempts = AttemptEvents(config, self._life, bundles=bundles)
+        self.attempts = AttemptEvents(config, self._life)
         """What workers told of attempts, and what was counted of it."""
         self.roles = Roles(config, self.view, self._life.dispatch.queue) if config.planner.enabled else None
         """Who should change between prefill and decode; None: nobody does."""
@@ -362,10 +361,12 @@ class RouterCore:
             self._lose(worker, f"{worker.worker_id}: {reason}", now, out)
         return self._after(out, now)
 
-    def on_worker_message(self, incarnation: str, message: ToRouterFromWorker, now: float) -> Actions:
+    def on_worker_message(self, incarnation: str, message: ToRouterFromWorker | PlainSteps, now: float) -> Actions:
         """Any message from the connection that joined as `incarnation`."""
         if type(message) is Join:
             return self.on_join(message, now)
+        if isinstance(message, PlainSteps):
+            return self._on_plain_step(incarnation, message, now)
         out: Actions = []
         worker = self.view.find(incarnation)
         if worker is None or not _speaks_for_itself(worker, message):
@@ -400,6 +401,36 @@ class RouterCore:
             self._life.send(worker, message, out)
             self._life.review_queue(now, out)
         return self._after(out, now)
+
+    def takes_plainly(self, incarnation: str, steps: PlainSteps) -> bool:
+        """Whether tokens of `steps` are only to be kept and passed on.
+
+        That holds for further steps as long as nothing else happens.
+        """
+        worker = self.view.find(incarnation)
+        if worker is None or not worker.ready:
+            return False
+        steps.requests = self.attempts.plain_requests(worker, steps.keys, steps.first)
+        return steps.requests is not None
+
+    def on_plain_steps(self, incarnation: str, steps: PlainSteps) -> Actions:
+        """What these steps would say one by one, where `takes_plainly`."""
+        worker, now = self.view.find(incarnation), steps.arrivals[-1]
+        assert worker is not None
+        worker.seen = now
+        if steps.rest is None:
+            worker.take_loads(steps.loads)
+        self.attempts.keep_plain(steps.requests, steps.token, len(steps.arrivals))
+        return self._after([StreamedSteps(steps.requests, steps.token, steps.arrivals)], now)
+
+    def _on_plain_step(self, incarnation: str, step: PlainSteps, now: float) -> Actions:
+        if not self.takes_plainly(incarnation, step):
+            worker = self.view.find(incarnation)
+            return [] if worker is None else self.on_worker_message(incarnation, step.in_full(worker.info), now)
+        out = self.on_plain_steps(incarnation, step)
+        if step.rest is not None:
+            out += self.on_worker_message(incarnation, step.rest, now)
+        return out
 
     def _on_prefixes(self, worker: WorkerView, news: PrefixNews, out: Actions) -> None:
         if self._policy.uses_prefixes and not self.view.prefixes.take(worker.prefixes, news):

@@ -12,7 +12,7 @@ requests placed since it was written would otherwise be invisible and pile up on
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
 from baton.protocol import MAX_WORKERS, BreakerState, LoadReport, WorkerInfo, WorkerStatus
@@ -233,7 +233,21 @@ class WorkerView:
 
     @load.setter
     def load(self, load: LoadReport) -> None:
-        self._load = load
+        self.take_loads((load,))
+
+    def take_loads(self, loads: Sequence[LoadReport]) -> None:
+        """Its reports since the last ones, in order."""
+        changed = False
+        for load in loads:
+            changed = self._measure(load) or changed
+        self._load = loads[-1]
+        if changed:
+            for worker in self._shared.workers.values():
+                worker._judge()
+        self._judge()
+
+    def _measure(self, load: LoadReport) -> bool:
+        """Note what it costs there. Whether something else is typical for the pool now."""
         self._measured_token_ms = load.prefill_token_s * 1e3
         self._slope_ms = load.decode_slope_s * 1e3
         # It was measured with as many requests as run; the others' part is added again in `refresh`.
@@ -242,11 +256,7 @@ class WorkerView:
         self._measured_step_ms = step_ms
         token, step = self._typical
         changed = self._measured_token_ms > 0 and token.observe(self._measured_token_ms)
-        changed = (step_ms > 0 and step.observe(step_ms)) or changed
-        if changed:
-            for worker in self._shared.workers.values():
-                worker._judge()
-        self._judge()
+        return (step_ms > 0 and step.observe(step_ms)) or changed
 
     def _judge(self) -> None:
         """What was measured here, or what is typical, has changed."""

@@ -31,6 +31,7 @@ from baton.engine.request import (
 from baton.engine.step import Step, StepLimits
 from baton.engine.step_time import StepTimes
 from baton.errors import InvalidRequestError, RequestTooLargeError
+from baton.plain_steps import PlainSteps
 from baton.protocol import FinishReason, LoadReport, RequestKey, TokenOut
 from baton.timeline import Mark
 
@@ -257,34 +258,52 @@ class EngineCore:
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step, or None if there is nothing to do. `complete` must follow before the next call."""
         assert self._plan is None, "the last step is not complete"
+        batch, waiting = self._batch, self._waiting
+        if not self._running and not waiting:
+            return None
+        batch.begin(self._running.values())
+        num_members = len(batch)
+        all_decode = 0 < num_members == len(self._running) and not waiting
+        if all_decode and num_members <= min(self.limits.max_batch_tokens, self.pool.num_free):
+            # Nobody to choose from: what a policy and a `Step` would come to.
+            batch.grow(self.tables.grow)
+            self._plan = StepPlan(batch.start(), (), (), num_members, slice(0, num_members), batch.context)
+            self._scheduled_at = now
+            self._chunk_tokens = 0
+            return self._plan
         step = self._plan_step(now)
         while not step.items:
             gave_way = step.give_way()
             self.num_preemptions += step.num_preempted
             if not gave_way:
                 return None
+            batch.begin(self._running.values())
             step = self._plan_step(now)
         self.num_preemptions += step.num_preempted
         self._waiting.advance(step.chunk_tokens)
-        context = self._batch.context if step.in_batch.stop else 0
+        context = batch.context if step.in_batch.stop else 0
         self._plan = StepPlan(step.items, step.copies, step.skipped, step.total_tokens, step.in_batch, context)
         self._scheduled_at = now
         self._chunk_tokens = step.chunk_tokens
         return self._plan
 
     def _plan_step(self, now: float) -> Step:
-        self._batch.begin(self._running.values())
         step = Step(self.tables, self._running, self._prompts, self._batch, self._waiting, self.limits, self.times, now)
         self._policy.plan(step)
         return step
 
     def complete(
-        self, plan: StepPlan, tokens: Sequence[int | None], now: float, rows: list[TokenOut] | None = None
+        self,
+        plan: StepPlan,
+        tokens: Sequence[int | None],
+        now: float,
+        rows: list[TokenOut] | None = None,
+        plain: PlainSteps | None = None,
     ) -> list[Effect]:
         """Take in what a step sampled, aligned with `plan.items`: a token where `item.samples`, else None.
 
         `rows`: gets what the router is told of each token. Then a token of which nothing else is to be told, as of
-        nearly all, is no effect.
+        nearly all, is no effect. `plain`: gets those instead, as far as they are its `token`.
         """
         assert plan is self._plan, "complete() without its schedule()"
         self._plan = None
@@ -304,15 +323,31 @@ class EngineCore:
             start = 0
             for place in looks:
                 if place > start:
-                    batch.advance(start, place, of_batch, rows, effects)
+                    batch.advance(start, place, of_batch, rows, effects, plain)
                 self._complete_items([batch.items[place]], [of_batch[place]], now, rows, effects)
                 start = place + 1
             if start < size:
-                batch.advance(start, size, of_batch, rows, effects)
+                batch.advance(start, size, of_batch, rows, effects, plain)
             batch.end(looks)
         if members.stop < len(tokens):
             self._complete_items(plan.items[members.stop :], tokens[members.stop :], now, rows, effects)
         return effects
+
+    def is_plain(self, plan: StepPlan, token: int) -> bool:
+        """Whether nothing is to be done or told at the end of `plan` but one token of each, if each gets `token`."""
+        return plan.in_batch.stop == len(plan.items) == len(self._batch) and self._batch.is_plain(token)
+
+    def plain_steps(self, token: int) -> PlainSteps:
+        """Of the step under way, which `is_plain`, and of those to come: who gets tokens, and from which index on."""
+        return self._batch.plain_steps(token)
+
+    def complete_plain(self, plan: StepPlan, token: int, now: float) -> None:
+        """What `complete` would do where `is_plain`; the caller tells the tokens."""
+        assert plan is self._plan, "complete_plain() without its schedule()"
+        self._plan = None
+        self.num_steps += 1
+        self.times.observe(plan.total_tokens, 0, now - self._scheduled_at)
+        self._batch.advance_all(token, self.tables.computed)
 
     def _complete_items(
         self,

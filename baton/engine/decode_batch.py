@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from baton.engine.request import DecodeItem, Effect, Emit, EngineRequest
-from baton.protocol import FinishReason, TokenOut
+from baton.engine.request import DecodeItem, Effect, Emit, EngineRequest, StepItem
+from baton.plain_steps import PlainSteps
+from baton.protocol import FinishReason, RequestKey, TokenOut
 
 GATHER_STEPS = 16
 """After it had to be dissolved it is not gathered again for so many steps: for nothing, where blocks are short."""
@@ -23,6 +24,7 @@ class DecodeBatch:
     def __init__(self, block_size: int):
         self.items: list[DecodeItem] = []
         self.requests: list[EngineRequest] = []
+        self.keys: list[RequestKey] = []
         self.context = 0
         """Tokens that the members have, in all: as many positions a step attends to."""
         self._block_size = block_size
@@ -93,7 +95,7 @@ class DecodeBatch:
         self._dissolved_for = GATHER_STEPS
 
     def _clear(self) -> None:
-        for members in (self.items, self.requests, self._appends, self._rows, self._bases):
+        for members in (self.items, self.requests, self.keys, self._appends, self._rows, self._bases):
             members.clear()
         self._looks.clear()
         self._growths.clear()
@@ -104,6 +106,7 @@ class DecodeBatch:
         num_known = len(request.tokens)
         self.items.append(DecodeItem(request))
         self.requests.append(request)
+        self.keys.append(request.key)
         self._appends.append(request.tokens.append)
         self._rows.append(request.row)
         self._bases.append(num_known - request.num_prompt - self._age)
@@ -114,7 +117,7 @@ class DecodeBatch:
 
     def _remove(self, request: EngineRequest) -> None:
         place = self.requests.index(request)
-        for members in (self.items, self.requests, self._appends, self._rows, self._bases):
+        for members in (self.items, self.requests, self.keys, self._appends, self._rows, self._bases):
             del members[place]
         if request.stop_ids:
             self._stop_ids = frozenset().union(*[member.stop_ids for member in self.requests])
@@ -138,11 +141,47 @@ class DecodeBatch:
                     grow(request)
                 self._watch_growth(request)
 
-    def start(self) -> list[DecodeItem]:
+    def start(self) -> list[StepItem]:
         """A step takes them all: their items."""
         for request in self.requests:
             request.in_step = True
-        return self.items.copy()
+        return [*self.items]
+
+    def plain_steps(self, token: int) -> PlainSteps:
+        """Of steps from this one on, as long as they are plain."""
+        age = self._age
+        return PlainSteps(token, self.keys.copy(), [base + age for base in self._bases])
+
+    def is_plain(self, token: int) -> bool:
+        """Whether all members stay if each gets `token` in this step."""
+        if self._gone or token in self._stop_ids:
+            return False
+        looks = self._looks.get(self._age)
+        return looks is None or not any(r.in_batch and len(r.tokens) + 1 >= r.max_len for r in looks)
+
+    def advance_all(self, token: int, computed: Callable[[EngineRequest], None]) -> None:
+        """The step is over, and each gets `token`: what `looks`, `advance` and `end` do where `is_plain`.
+
+        `computed`: called for each of which the prefix cache wants to know.
+        """
+        for request in self.requests:
+            request.in_step = False
+            request.num_computed += 1
+        looks = self._looks.pop(self._age, None)
+        if looks is not None:
+            looks = [request for request in looks if request.in_batch]
+            if len(looks) > 1:
+                looks.sort(key=self.requests.index)
+            for request in looks:
+                if request.num_computed >= request.register_at:
+                    computed(request)
+                request.plain_until = min(request.max_len, request.register_at + 1)
+        for append in self._appends:
+            append(token)
+        self._age += 1
+        self.context += len(self.items)
+        for request in looks or ():
+            self._watch(request, self._age)
 
     def looks(self, tokens: Sequence[int | None]) -> Collection[int]:
         """Places, in order, of members whose token is to be looked at closely; `tokens`: of the step, by member."""
@@ -159,10 +198,26 @@ class DecodeBatch:
         return sorted(places)
 
     def advance(
-        self, start: int, end: int, tokens: Sequence[int | None], rows: list[TokenOut] | None, effects: list[Effect]
+        self,
+        start: int,
+        end: int,
+        tokens: Sequence[int | None],
+        rows: list[TokenOut] | None,
+        effects: list[Effect],
+        plain: PlainSteps | None = None,
     ) -> None:
-        """Take in the tokens of the members `start` to `end`, which are only to be kept and told."""
+        """Take in the tokens of the members `start` to `end`, which are only to be kept and told: in `plain` if given
+        (then they are all its token), or in `rows` if given, or else as effects."""
         age = self._age
+        if plain is not None:
+            for request in self.requests[start:end]:
+                request.in_step = False
+                request.num_computed += 1
+            for append in self._appends[start:end]:
+                append(plain.token)
+            plain.keys += self.keys[start:end]
+            plain.first += [base + age for base in self._bases[start:end]]
+            return
         columns: tuple[Sequence[Any], ...] = (self.requests, self._appends, self._rows, self._bases, tokens)
         if end - start < len(tokens):
             columns = tuple([column[start:end] for column in columns])

@@ -21,7 +21,6 @@ import msgspec
 import numpy as np
 
 from baton.config import ClusterConfig, PoolConfig
-from baton.engine.request import EngineRequest
 from baton.sampling_params import SamplingParams
 from baton_cluster.latency import ConstantLatency, LatencyModel
 from baton_cluster.simulated import STUCK_S, SimulatedCluster, SimulatedRequest
@@ -295,12 +294,8 @@ def _cluster(study: Study, setup: Setup, *, prefix_cache: bool) -> SimulatedClus
         study.link,
         layout=layout_of(study.profiles[some.tp], config.engine.block_size),
         max_model_len=study.load.longest,
-        next_token=_next_token,
+        next_token=_TOKEN,
     )
-
-
-def _next_token(request: EngineRequest) -> int:
-    return _TOKEN
 
 
 def _requests(

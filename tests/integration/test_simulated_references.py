@@ -70,7 +70,7 @@ def play(profile: EngineProfile, pools: Mapping[str, int], work: Iterable[Asked]
         profile.link or INSTANT,
         layout=KVLayout(shape.layers, kv_heads, BLOCK_SIZE, shape.head_dim, "bfloat16"),
         max_model_len=profile.kv_tokens,
-        next_token=lambda request: 1,
+        next_token=1,
     )
     timed: dict[int, Timed] = {}
 
@@ -195,7 +195,7 @@ def test_a_prefill_worker_that_takes_one_request_at_a_time_is_an_m_d_1_queue() -
         INSTANT,
         layout=KVLayout(1, 1, BLOCK_SIZE, 4, "float32"),
         max_model_len=64,
-        next_token=lambda request: 1,
+        next_token=1,
     )
     arrivals = list(islice(Poisson(load / step_s).times(seed=2), count))
     ttft: dict[int, float] = {}

@@ -664,7 +664,7 @@ def simulate(name: str, *, faults: bool = False, **router: Any) -> tuple[Simulat
         LinkModel(),
         layout=LAYOUT,
         max_model_len=200,
-        next_token=lambda request: 5,
+        next_token=5,
     )
     for i in range(60):
         document = mix(i) % 8
