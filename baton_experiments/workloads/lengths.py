@@ -154,8 +154,8 @@ class Quantiles(msgspec.Struct, frozen=True, tag="quantiles"):
 
     percentiles: tuple[float, ...]
     """Rising, from 0 to 100."""
-    tokens: tuple[int, ...]
-    """The length at each, not falling."""
+    tokens: tuple[float, ...]
+    """The length at each, not falling; scaled ones are not rounded, as the lengths between them hang on them."""
 
     def __post_init__(self) -> None:
         rises = all(a < b for a, b in pairwise(self.percentiles))
@@ -167,7 +167,7 @@ class Quantiles(msgspec.Struct, frozen=True, tag="quantiles"):
 
     @property
     def longest(self) -> int:
-        return self.tokens[-1]
+        return round(self.tokens[-1])
 
     def at(self, quantile: float) -> int:
         percentile = quantile * 100
@@ -176,7 +176,8 @@ class Quantiles(msgspec.Struct, frozen=True, tag="quantiles"):
         return round(a * math.pow(b / a, (percentile - p) / (q - p)))
 
     def scaled(self, factor: float) -> Quantiles:
-        return Quantiles(self.percentiles, tuple(_times(tokens, factor) for tokens in self.tokens))
+        _require_factor(factor)
+        return Quantiles(self.percentiles, tuple(max(1.0, tokens * factor) for tokens in self.tokens))
 
 
 class Empirical(msgspec.Struct, frozen=True, tag="empirical"):
@@ -247,12 +248,16 @@ def mean_tokens(distribution: LengthDistribution) -> float:
 
 
 def _times(tokens: int, factor: float) -> int:
-    if not (factor > 0 and math.isfinite(factor)):
-        raise ConfigError("factor", "must be positive", value=factor, allowed="> 0")
+    _require_factor(factor)
     return max(1, round(tokens * factor))
 
 
-def _require_tokens(name: str, tokens: int) -> None:
+def _require_factor(factor: float) -> None:
+    if not (factor > 0 and math.isfinite(factor)):
+        raise ConfigError("factor", "must be positive", value=factor, allowed="> 0")
+
+
+def _require_tokens(name: str, tokens: float) -> None:
     if tokens < 1:
         raise ConfigError(name, "must be at least one token", value=tokens, allowed=">= 1")
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError
@@ -193,6 +193,7 @@ def test_lengths_rise_with_the_quantile_and_stay_in_bounds(
 
 
 @given(st.sampled_from(DISTRIBUTIONS), st.floats(0, 1, exclude_max=True), st.sampled_from([0.125, 0.5, 3.0]))
+@example(Quantiles((0.0, 50.0, 90.0, 100.0), (20, 100, 400, 5000)), 0.2817530936236745, 0.125)
 def test_scaled_lengths_are_the_lengths_scaled(
     distribution: LengthDistribution, quantile: float, factor: float
 ) -> None:
