@@ -72,6 +72,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     arrivals: str | None = None
     scale_prompt: float | None = None
     scale_output: float | None = None
+    max_total_tokens: int | None = None
     slo_ttft: float | None = None
     slo_tbt: float | None = None
     slo_e2e: float | None = None
@@ -109,6 +110,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
                 arrivals=self.arrivals or "poisson",
                 scale_prompt=self.scale_prompt or 1.0,
                 scale_output=self.scale_output or 1.0,
+                max_total_tokens=self.max_total_tokens,
             ),
             ramp=Plan().ramp if self.ramp is None else self.ramp,
             chunk_tokens=self.chunks,

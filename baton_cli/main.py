@@ -332,6 +332,10 @@ def experiment(
     ] = None,
     scale_prompt: Annotated[float | None, typer.Option(help="Multiply prompt lengths.")] = None,
     scale_output: Annotated[float | None, typer.Option(help="Multiply output lengths.")] = None,
+    max_total_tokens: Annotated[
+        int | None,
+        typer.Option(min=2, help="Leave out a trace's requests whose prompt and output together are longer."),
+    ] = None,
     slo_ttft: Annotated[
         float | None, typer.Option(help="Milliseconds to the first token. Default: 5 times that of a single request.")
     ] = None,
@@ -379,6 +383,7 @@ def experiment(
         arrivals=arrivals,
         scale_prompt=scale_prompt,
         scale_output=scale_output,
+        max_total_tokens=max_total_tokens,
         slo_ttft=slo_ttft,
         slo_tbt=slo_tbt,
         slo_e2e=slo_e2e,

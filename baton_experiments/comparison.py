@@ -14,6 +14,7 @@ import msgspec
 from baton_experiments.bootstrap import Interval, excludes_zero
 from baton_experiments.records import Setting
 from baton_experiments.study import MAIN, Study
+from baton_experiments.words import per_second
 
 TRIFLE = 0.02
 """Of the larger value: a smaller difference is not told, however certain it is."""
@@ -52,7 +53,7 @@ def compare(study: Study, objective: Objective, a: Setting, b: Setting, rate: fl
     values: tuple[float | None, float | None]
     interval: Interval | None
     if objective == "goodput":
-        values = study.goodput_of(a).rate, study.goodput_of(b).rate
+        values = study.reach(a), study.reach(b)
         interval = study.bootstrap.interval(study.goodput_difference(a, b))
     else:
         assert rate is not None, "of a rate"
@@ -72,7 +73,7 @@ def compare(study: Study, objective: Objective, a: Setting, b: Setting, rate: fl
         better = (a if (difference > 0) == more_is_better else b).placement
     return Comparison(
         objective,
-        _UNITS.get(objective, "ms"),
+        unit_of(study, objective),
         a.engine if a.engine == b.engine else f"{a.engine} | {b.engine}",
         rate,
         (a.placement, b.placement),
@@ -81,6 +82,18 @@ def compare(study: Study, objective: Objective, a: Setting, b: Setting, rate: fl
         interval,
         better,
     )
+
+
+def reach_text(study: Study, setting: Setting) -> str:
+    """`1.4/s`, or `2.8/s (1.4/s per worker)`."""
+    rate = study.goodput_of(setting).rate
+    return per_second(rate) + (f" ({per_second(study.reach(setting))} per worker)" if study.is_unequal else "")
+
+
+def unit_of(study: Study, objective: Objective) -> str:
+    """Of what `compare` tells; goodputs of placements of unequal size are compared per worker."""
+    unit = _UNITS.get(objective, "ms")
+    return f"{unit} per worker" if objective == "goodput" and study.is_unequal else unit
 
 
 def is_told(difference: float, interval: Interval | None, values: Iterable[float | None]) -> bool:

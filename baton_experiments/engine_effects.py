@@ -9,10 +9,10 @@ from __future__ import annotations
 from itertools import combinations
 from typing import Any
 
-from baton_experiments.comparison import compare
+from baton_experiments.comparison import compare, reach_text
 from baton_experiments.records import Setting
 from baton_experiments.study import Study
-from baton_experiments.words import number, per_second
+from baton_experiments.words import number
 
 
 def engine_effects(study: Study) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def _effect(study: Study, a: Setting, b: Setting) -> dict[str, Any]:
 
 def _short(study: Study, setting: Setting) -> str:
     found = study.goodput_of(setting)
-    return f"{'at least ' if found.at_least else ''}{per_second(found.rate)}"
+    return f"{'at least ' if found.at_least else ''}{reach_text(study, setting)}"
 
 
 def _range(row: dict[str, Any]) -> str:

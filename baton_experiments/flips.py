@@ -82,7 +82,8 @@ def steady(placements: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _sweep(study: Study, a: Setting, b: Setting, axis: Axis) -> list[dict[str, Any]]:
-    """Goodputs where the limits of `axis` are so many times what they are, for each of `SCALES`."""
+    """Goodputs where the limits of `axis` are so many times what they are, for each of `SCALES`; per worker where
+    sizes are unequal."""
     limits = [
         (study.slo.ttft_ms * (scale if axis != "tbt" else 1.0), study.slo.tbt_ms * (scale if axis != "ttft" else 1.0))
         for scale in SCALES
@@ -97,6 +98,7 @@ def _sweep(study: Study, a: Setting, b: Setting, axis: Axis) -> list[dict[str, A
             good = [c.done & (c.ttft <= ttft) & (c.tpot <= tbt) for ttft, tbt in limits]
             shares.append([row.mean() for row in good])
             drawn.append(study.bootstrap.means(good, study.units[setting, rate]))
+        rates = [study.per_worker(setting, rate) for rate in rates]
         points.append(_capped(np.array(rates), np.array(shares).T, top))
         by_scale = np.stack(drawn, axis=2)  # replicates, scales, rates
         replicates.append([_capped(np.array(rates), by_scale[:, k], top) for k in range(len(SCALES))])

@@ -101,7 +101,7 @@ def _whole_rounds(plan: Plan, missing: Sequence[Point]) -> set[tuple[int, float]
 
 def _unequal(plan: Plan) -> str:
     counts = ", ".join(f"{placement} has {count} workers" for placement, count in plan.worker_counts.items())
-    return f"UNEQUAL RESOURCES: {counts}. What follows compares them as they are."
+    return f"UNEQUAL RESOURCES: {counts}. What follows compares goodputs per worker."
 
 
 def _flag(verdict: dict[str, Any], warning: str) -> None:

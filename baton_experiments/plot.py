@@ -179,7 +179,8 @@ def _slo_sweep(study: Study, summary: dict[str, Any], look: Look) -> Figure | No
         )
         axis.xaxis.set_major_formatter(_plain_number)
         axis.minorticks_off()
-    axes[0][0].set_ylabel("goodput at 90 % (requests/s)")
+    unit = "requests/s per worker" if study.is_unequal else "requests/s"
+    axes[0][0].set_ylabel(f"goodput at 90 % ({unit})")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 

@@ -24,6 +24,7 @@ from baton_experiments.goodput import (
     slowdowns,
     splitwise_slack,
 )
+from baton_experiments.placement import num_workers
 from baton_experiments.records import RequestRecord, Run, Setting, Slo, Steps
 
 MAIN = "distserve"
@@ -84,6 +85,10 @@ class Study:
         self.units: dict[tuple[Setting, float], Ints] = {
             (setting, rate): self.bootstrap.units(rate, c.seed, c.index) for (setting, rate), c in self.columns.items()
         }
+        sizes = {setting: num_workers(setting.placement) for setting in self.settings}
+        self.is_unequal = len(set(sizes.values())) > 1
+        """Whether placements have different numbers of workers: then goodputs are compared per worker."""
+        self._shared_by = sizes if self.is_unequal else dict.fromkeys(sizes, 1)
         self._given_reference = reference
         self.goodput_of = cache(self._goodput_of)
         self.share_replicates = cache(self._share_replicates)
@@ -99,9 +104,13 @@ class Study:
         shared = set.intersection(*(set(self.rates(setting)) for setting in settings))
         return sorted(shared)
 
+    def per_worker(self, setting: Setting, rate: float) -> float:
+        """`rate` as it is compared with those of other settings: per worker where they are of unequal size."""
+        return rate / self._shared_by[setting]
+
     def highest_common(self, *settings: Setting) -> float:
-        """Up to which rate each was tried: what one does beyond tells nothing about the others."""
-        return min(max(self.rates(setting)) for setting in settings)
+        """Up to which rate (`per_worker`) each was tried: what one does beyond tells nothing about the others."""
+        return min(self.per_worker(setting, max(self.rates(setting))) for setting in settings)
 
     @cached_property
     def reference(self) -> Reference | None:
@@ -160,10 +169,16 @@ class Study:
             interval = (min(low, rates[-1]), None if np.isinf(high) else high)
         return GoodputEstimate(point.rate, point.at_least, interval, replicates)
 
+    def reach(self, setting: Setting, definition: str = MAIN) -> float:
+        """Its goodput, as it is compared with others' (`per_worker`)."""
+        return self.per_worker(setting, self.goodput_of(setting, definition).rate)
+
     def goodput_difference(self, a: Setting, b: Setting, definition: str = MAIN, share: float = SHARE) -> Floats:
-        """Replicates of the goodput of `a` less that of `b`, on the same draws, none beyond the rates that both ran."""
+        """Replicates of the `reach` of `a` less that of `b`, on the same draws, none beyond the rates that both ran."""
         top = self.highest_common(a, b)
-        one, other = (np.minimum(self.goodput_of(s, definition, share).replicates, top) for s in (a, b))
+        one, other = (
+            np.minimum(self.goodput_of(s, definition, share).replicates / self._shared_by[s], top) for s in (a, b)
+        )
         difference: Floats = one - other
         return difference
 
@@ -202,7 +217,7 @@ class Study:
         pause = self.quantile(setting, common[-1], "tbt", 0.99) if common else None
         # Where all miss the SLO everywhere, the one that misses it least.
         share = self.kept(setting, common[0], MAIN) if common and found.rate == 0 else 0.0
-        return (-found.rate, -share, float("inf") if pause is None else pause, setting.chunk_tokens or 0)
+        return (-self.reach(setting), -share, float("inf") if pause is None else pause, setting.chunk_tokens or 0)
 
 
 def _order(setting: Setting) -> tuple[str, str, int]:

@@ -23,7 +23,7 @@ import msgspec
 from baton_experiments.advice import helps
 from baton_experiments.bootstrap import excludes_zero
 from baton_experiments.bottlenecks import Bottleneck
-from baton_experiments.comparison import QUANTILES, Comparison, Objective, compare, is_told
+from baton_experiments.comparison import QUANTILES, Comparison, Objective, compare, is_told, reach_text
 from baton_experiments.engine_effects import engine_effects
 from baton_experiments.flips import Flip, flips, steady
 from baton_experiments.goodput import DEFINITIONS
@@ -121,7 +121,7 @@ def decide(study: Study, engine: str) -> Decision:
         head = (
             f"{top.placement} is better{where or ' here'}: it keeps the SLO ({slo}) for 90 % of the requests "
             f"{_reach(study, top)}, {enumerated(f'{s.placement} {_reach(study, s)}' for s in rest)} "
-            f"({_difference(second, ' requests/s', at_least=study.goodput_of(top).at_least)})."
+            f"({_difference(second, f' {second.unit}', at_least=study.goodput_of(top).at_least)})."
         )
         return Decision(engine, top.placement, "goodput", ranking, (head, *_latency(study, top, rest[0])))
     tied = [top, *rivals]
@@ -161,7 +161,7 @@ def decide(study: Study, engine: str) -> Decision:
     interval = compare(study, "goodput", top, rivals[0])
     head = (
         f"No difference in goodput can be told between {names}{where}: {reached} "
-        f"({_difference(interval, ' requests/s')})."
+        f"({_difference(interval, f' {interval.unit}')})."
     )
     return Decision(engine, None, None, ranking, (head, *_latency(study, top, rivals[0])))
 
@@ -171,8 +171,7 @@ def other_definitions(study: Study, decision: Decision) -> Iterable[str]:
     a, b = (study.best[decision.engine, placement] for placement in decision.ranking[:2])
     ahead = {}
     for name, definition in DEFINITIONS.items():
-        found = [study.goodput_of(s, name) for s in (a, b)]
-        values = found[0].rate, found[1].rate
+        values = study.reach(a, name), study.reach(b, name)
         interval = study.bootstrap.interval(study.goodput_difference(a, b, name))
         if is_told(values[0] - values[1], interval, values):
             first, second = (0, 1) if values[0] > values[1] else (1, 0)
@@ -315,7 +314,7 @@ def _reach(study: Study, setting: Setting) -> str:
     found = study.goodput_of(setting)
     if found.rate == 0:
         return f"not even at {per_second(study.rates(setting)[0])}"
-    return f"up to {'at least ' if found.at_least else ''}{per_second(found.rate)}"
+    return f"up to {'at least ' if found.at_least else ''}{reach_text(study, setting)}"
 
 
 def _both(settings: Sequence[Setting]) -> str:
@@ -338,7 +337,10 @@ def _caveats(study: Study) -> Iterable[str]:
     sizes = {s.placement: num_workers(s.placement) for s in study.best.values()}
     if len(set(sizes.values())) > 1:
         listed = enumerated(f"{placement} has {size}" for placement, size in sizes.items())
-        yield f"The placements are of unequal size ({listed} workers), so their sizes are compared too."
+        yield (
+            f"The placements are of unequal size ({listed} workers): goodputs are compared per worker, everything else "
+            "at the same total rate, where a larger placement has less to do for each worker."
+        )
     if study.bootstrap.num_units < 3:
         yield "Too few requests for intervals, so no difference is told."
     elif len(study.bootstrap.seeds) == 1:

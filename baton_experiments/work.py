@@ -50,6 +50,8 @@ class Work(msgspec.Struct, frozen=True):
     arrivals: str = "poisson"
     scale_prompt: float = 1.0
     scale_output: float = 1.0
+    max_total_tokens: int | None = None
+    """A file's requests whose prompt and output together are longer are left out, before any scaling."""
 
     def check(self, num_requests: int, seeds: Sequence[int]) -> None:
         """Raises ConfigError (a TraceError for a file's rows) if some seed has not `num_requests` requests.
@@ -61,7 +63,11 @@ class Work(msgspec.Struct, frozen=True):
             if not (factor > 0 and math.isfinite(factor)):
                 raise ConfigError(option, "must be positive", value=factor, allowed="> 0")
         if not self.is_trace:
-            for option, given in (("--format", self.format), ("--skip-malformed", self.skip_malformed)):
+            for option, given in (
+                ("--format", self.format),
+                ("--skip-malformed", self.skip_malformed),
+                ("--max-total-tokens", self.max_total_tokens),
+            ):
                 if given:
                     raise ConfigError(option, "is for trace files only", value=given)
             if self.arrivals == "trace":
@@ -132,7 +138,8 @@ class Work(msgspec.Struct, frozen=True):
             raise ConfigError(
                 "--workload", "is neither a preset nor a file", value=self.source, allowed=f"{', '.join(PRESETS)}, FILE"
             )
-        return read_trace(self.source, self.format, skip_malformed=self.skip_malformed)
+        trace = read_trace(self.source, self.format, skip_malformed=self.skip_malformed)
+        return trace if self.max_total_tokens is None else trace.keep(max_total_tokens=self.max_total_tokens)
 
     def _scan(self) -> tuple[int, dict[str, Any]]:
         """Requests of the file, and its description after a whole pass."""

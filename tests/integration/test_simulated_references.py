@@ -17,14 +17,18 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from baton.config import parse_config
+import baton_experiments.outcome
+from baton.config import ClusterConfig, parse_config
 from baton.layout import KVLayout
 from baton.sampling_params import SamplingParams
+from baton_cli.experiment import run_experiment
 from baton_cluster.latency import ConstantLatency, LinkModel
 from baton_cluster.simulated import SimulatedCluster, SimulatedRequest
+from baton_experiments.plan import Plan
 from baton_experiments.profiles.load import load_profile
 from baton_experiments.profiles.profile import EngineProfile
 from baton_experiments.profiles.shapes import DECODERS
+from baton_experiments.work import Work
 from baton_experiments.workloads import Poisson, read_trace
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "workloads"
@@ -155,6 +159,38 @@ def test_distserves_simulator_with_its_conventions(engine: str, pools: tuple[str
         found.append(100 * fmean(t.ttft_s <= 0.25 and t.tpot_s <= 0.1 for t in simulated))
     print(engine, pools, found)
     assert found == pytest.approx(DISTSERVE[engine, pools], abs=3.0)
+
+
+def test_the_winner_turns_where_each_side_has_an_engine_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Split on its profile beats colocated on that of vLLM, per GPU; on one profile colocated wins: in one report."""
+    monkeypatch.setattr(baton_experiments.outcome, "write_report", lambda folder, *_: folder / "report.html")
+    profiles = [
+        load_profile(
+            shared("profiles") / f"distserve_a100_80g_{engine}.json", model="opt-13b", tp=1, conventions="distserve"
+        )
+        for engine in ("distserve", "vllm")
+    ]
+    plan = Plan(
+        placements=("colocated:1", "split:1+1"),
+        allow_unequal=True,
+        rates=(0.5, 1.0, 2.0, 3.0),
+        num_requests=250,
+        work=Work(source=str(shared("traces/azure2023_conv.csv")), max_total_tokens=2047),
+        engine="simulated",
+        profiles=tuple(profile.name for profile in profiles),
+        slo_ttft_ms=250.0,
+        slo_tbt_ms=100.0,
+    )
+    outcome, _ = run_experiment(ClusterConfig(), plan, folder=tmp_path, profiles=profiles)
+    effects = outcome.summary["verdict"]["engines"]
+    on_one_engine = {row["better"] for row in effects["placement"]}
+    assert on_one_engine == {"colocated:1"}
+    assert "split:1+1" in {row["better"] for row in effects["mixed"]}
+    sentence = next(s for s in outcome.summary["verdict"]["sentences"] if "that is the engine's doing" in s)
+    assert sentence.index("split:1+1") < sentence.index("colocated:1")
+    print(sentence, {(g["placement"], g["engine"]): g["rate"]["90"] for g in outcome.summary["goodput"]})
 
 
 SPLITWISE_RATE, SPLITWISE_REQUESTS = 16.0, 640

@@ -178,6 +178,18 @@ def test_unequal_sizes_are_told() -> None:
     assert any("split:2+1 has 3" in caveat and "colocated:2 has 2" in caveat for caveat in found["caveats"])
 
 
+def test_unequal_sizes_are_compared_per_worker() -> None:
+    """2.2/s of three workers is less for each than 1.7/s of two."""
+    found = verdict(curve("split:2+1", WELL) + curve(COLOCATED, {1.0: 1.0, 2.0: 0.857, 3.0: 0.2}))
+    assert found["winner"] == COLOCATED
+    assert "up to 1.67/s (0.833/s per worker), split:2+1 up to 2.2/s (0.733/s per worker)" in found["sentence"]
+    assert "requests/s per worker more, 95 % interval" in found["sentence"]
+    comparison = next(c for c in found["comparisons"] if c["objective"] == "goodput")
+    assert comparison["unit"] == "requests/s per worker"
+    assert comparison["values"] == pytest.approx((0.833, 0.733), rel=0.01)
+    assert comparison["better"] == COLOCATED
+
+
 # --- chunk sizes ----------------------------------------------------------------------------------------
 
 
