@@ -148,7 +148,7 @@ def _finish(
         gpus=0 if engine.device == "cpu" else max(1, round(pool.gpus)),
         link=between.link,
         source=source,
-        notes=_notes(fitted.latency),
+        notes=_notes(fitted, checked, measured.get("cpu_share"), measured.get("clock")),
     )
     tree = profile_tree(
         profile,
@@ -177,9 +177,17 @@ def _finish(
     return profile
 
 
-def _notes(latency: FittedLatency) -> tuple[str, ...]:
-    low, high = latency.rows[0], latency.rows[-1]
-    return (f"measured for steps of {low} to {high} rows (decodes and prompt tokens); extrapolated beyond",)
+def _notes(fitted: Fit, checked: Mapping[str, FitError], cpu_share: float | None, clock: str | None) -> tuple[str, ...]:
+    """What whoever uses the profile must know: results made with it repeat these."""
+    low, high = fitted.latency.rows[0], fitted.latency.rows[-1]
+    notes = [f"measured for steps of {low} to {high} rows (decodes and prompt tokens); extrapolated beyond"]
+    for errors, where in ((fitted.errors, "steps that were held out"), (checked, "steps of a small cluster")):
+        error = errors.get("all")
+        if error is not None:
+            notes.append(f"on {where} it is off by {error.median:.0%} at the median and {error.p90:.0%} at p90")
+    if cpu_share is not None and cpu_share < QUIET and clock != "cpu":
+        notes.append(f"other work had the cores {1 - cpu_share:.0%} of the time when it was measured: measure again")
+    return tuple(notes)
 
 
 def _tables(

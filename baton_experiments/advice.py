@@ -15,6 +15,8 @@ def helps(study: Study, found: Bottleneck) -> list[str]:
     """What to change, by what limits; nothing where the SLO is kept."""
     if found.missed <= 1 - SHARE:
         return []
+    if found.evidence.get("disturbed"):
+        return []  # what limits a disturbed machine is no matter of placement
     split = re.fullmatch(r"split:(\d+)\+(\d+)", found.placement)
     name = str(Setting(found.placement, None, found.engine))
     sentences = []

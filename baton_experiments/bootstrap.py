@@ -15,6 +15,7 @@ Pure: random numbers come from a seed. Must not know what is measured.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -27,6 +28,8 @@ Interval = tuple[float, float]
 
 MANY_SEEDS = 20
 """Intervals of fewer draws are too narrow: of normal ones, 5 draws hold the mean in 85 % of cases and 20 in 93 %."""
+FEWEST_UNITS, FEWEST_REQUESTS = 5, 20
+"""Fewer units, or fewer requests at a rate, tell no interval: replicates of a handful of draws agree by chance."""
 MAX_BLOCKS = 100
 """Per seed: more say nothing new and cost time."""
 LEVEL = 95
@@ -61,7 +64,11 @@ class Bootstrap:
             within = rng.multinomial(drawn * self._blocks, np.full(self._blocks, 1 / self._blocks))
             self.weights = within.reshape(replicates, -1).astype(np.float64)
         self.num_units = num_seeds * self._blocks
-        """Fewer than three tell no interval."""
+        by_rate: dict[float, int] = defaultdict(int)
+        for (rate, _), indices in self._indices.items():
+            by_rate[rate] += len(indices)
+        self.tells = self.num_units >= FEWEST_UNITS and min(by_rate.values(), default=0) >= FEWEST_REQUESTS
+        """Whether there are enough of both for intervals."""
 
     def units(self, rate: float, seeds: Ints, indices: Ints) -> Ints:
         """The unit of each request of a point."""
@@ -109,7 +116,7 @@ class Bootstrap:
     def interval(self, replicates: Floats) -> Interval | None:
         """The middle 95 % of a figure's replicates; None where there are too few units to tell."""
         there = replicates[~np.isnan(replicates)]
-        if self.num_units < 3 or there.size < len(replicates) / 2:
+        if not self.tells or there.size < len(replicates) / 2:
             return None
         low, high = np.percentile(there, ((100 - LEVEL) / 2, (100 + LEVEL) / 2))
         return float(low), float(high)

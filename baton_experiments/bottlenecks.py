@@ -28,13 +28,16 @@ from baton_experiments.columns import Floats
 from baton_experiments.goodput import DEFINITIONS
 from baton_experiments.records import Setting
 from baton_experiments.study import MAIN, SHARE, Study
-from baton_experiments.words import milliseconds, percent
+from baton_experiments.words import milliseconds, number, percent
 from baton_experiments.worker_use import FULL, worker_use
 
 Limit = Literal["prefill compute", "decode batch", "KV space", "hand-off", "router"]
 
 BUSY = 0.7
 """Of the time in steps: from here on a queue before a worker is its own."""
+SMALL_BATCH, DISTURBED = 1.5, 2.5
+"""Requests in a decode step that cost about what one does; and how many times as long as alone such a step takes where
+something else must have slowed the machine down."""
 IDLE = 0.3
 """Of the time in steps: where no worker is busier and the SLO is kept, nothing limits."""
 
@@ -77,6 +80,8 @@ def bottleneck(study: Study, setting: Setting, rate: float) -> Bottleneck:
     late = columns.done & (columns.tpot > study.slo.tbt_ms)
     failed = ~columns.done
     evidence = view.evidence() | {
+        "slowdown": view.slowdown,
+        "disturbed": view.is_disturbed,
         "missed_ttft": float(first.mean()),
         "missed_tbt": float(late.mean()),
         "failed": float(failed.mean()),
@@ -108,6 +113,11 @@ class _View:
             & {r.decode_worker for r in records if r.error is None}
         )
         """Some worker does both."""
+        reference = study.reference
+        self.alone_ms: float | None = None
+        """A request's mean gap where it has the system to itself."""
+        if reference is not None and len(columns):
+            self.alone_ms = float(reference.tbt(columns.prompt_tokens, columns.output_tokens).mean())
         self.known = bool(columns.stages)
         self.stages = columns.stages or defaultdict(lambda: np.zeros(len(columns)))
         self.num_prefill = max(1, len({r.prefill_worker for r in records if r.prefill_worker}))
@@ -133,6 +143,20 @@ class _View:
     def is_idle(self) -> bool:
         """Known from steps: no worker has much to do or to hold."""
         return bool(self.uses) and all(u.busy < IDLE and (u.kv_full or 0.0) < FULL for u in self.uses.values())
+
+    @cached_property
+    def slowdown(self) -> float | None:
+        """Known from steps and from requests that ran alone: how much longer the decode steps of workers that are not
+        busy, and have hardly a batch, take than such a request's gaps. The engine has no reason to be slower then."""
+        uses = [u for u in self.uses.values() if u.decodes and u.step_ms is not None]
+        quiet = uses and all(u.busy < BUSY and u.batch < SMALL_BATCH for u in uses)
+        if not quiet or self.alone_ms is None or self.alone_ms <= 0:
+            return None
+        return float(np.mean([u.step_ms for u in uses if u.step_ms is not None])) / self.alone_ms
+
+    @property
+    def is_disturbed(self) -> bool:
+        return self.slowdown is not None and self.slowdown > DISTURBED
 
     @cached_property
     def kv_is_full(self) -> bool:
@@ -289,6 +313,11 @@ def _facts(limit: Limit | None, view: _View, *, gaps: bool) -> Iterable[str]:
     """`gaps`: not first tokens, but the gaps between tokens are what is late, if anything is."""
     prefill, decode = view.busy(prefill=True), view.busy(prefill=False)
     uses = list(view.uses.values())
+    if view.is_disturbed:
+        yield (
+            f"a decode step of hardly more than one request takes {number(view.slowdown or 0.0, 2)} times as long as "
+            "one that runs alone, so something else had the machine: repeat the run"
+        )
     if limit is None:
         yield f"no worker is busy for more than {percent(max((u.busy for u in uses), default=0.0))} of the time"
     elif limit == "prefill compute":

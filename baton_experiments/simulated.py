@@ -192,7 +192,9 @@ def with_kv_of(config: ClusterConfig, profile: EngineProfile) -> ClusterConfig:
         if pool["kv_blocks"] is None:
             if profile.kv_tokens is None:
                 raise ConfigError(
-                    f"pools.{name}.kv_blocks", f"is needed: the profile {profile.name} does not tell how much KV fits"
+                    f"pools.{name}.kv_blocks",
+                    f"is needed: the profile {profile.name} does not tell how much KV fits; in an experiment every "
+                    "worker is like those of the cluster file's first pool, so that one's `kv_blocks` is to be set",
                 )
             block_size = pool["block_size"] or config.engine.block_size
             pool |= {"kv_blocks": max(1, profile.kv_tokens // block_size), "kv_memory_mib": None, "memory_mib": None}

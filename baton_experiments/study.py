@@ -163,7 +163,7 @@ class Study:
         table = np.column_stack([self.share_replicates(setting, rate, definition) for rate in rates])
         replicates = crossings(np.array(rates), table, threshold)
         interval: tuple[float, float | None] | None = None
-        if self.bootstrap.num_units >= 3:
+        if self.bootstrap.tells:
             ordered = np.sort(replicates)  # percentiles by rank: no arithmetic between infinities
             low, high = (float(ordered[round(q * (len(ordered) - 1))]) for q in (0.025, 0.975))
             interval = (min(low, rates[-1]), None if np.isinf(high) else high)

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from baton_experiments.advice import helps
-from baton_experiments.bootstrap import excludes_zero
+from baton_experiments.bootstrap import FEWEST_REQUESTS, excludes_zero
 from baton_experiments.bottlenecks import Bottleneck
 from baton_experiments.comparison import QUANTILES, Comparison, Objective, compare, is_told, reach_text
 from baton_experiments.engine_effects import engine_effects
@@ -341,8 +341,11 @@ def _caveats(study: Study) -> Iterable[str]:
             f"The placements are of unequal size ({listed} workers): goodputs are compared per worker, everything else "
             "at the same total rate, where a larger placement has less to do for each worker."
         )
-    if study.bootstrap.num_units < 3:
-        yield "Too few requests for intervals, so no difference is told."
+    if not study.bootstrap.tells:
+        yield (
+            f"Too few requests for intervals, so no difference is told: {FEWEST_REQUESTS} at each rate are the least, "
+            "over all seeds, and a hundred begin to tell something."
+        )
     elif len(study.bootstrap.seeds) == 1:
         yield "One seed: the intervals tell how requests of this one run differ, not how other runs would."
     tried = Counter((s.engine, s.placement) for s in study.settings)

@@ -263,7 +263,7 @@ def test_warm_up_is_left_out() -> None:
 
 
 def test_what_ran_at_some_rates_only_still_counts() -> None:
-    some = point("split:1+1", 1.0, good=1.0) + point("split:1+1", 2.0, good=0.5, seeds=(0,), num_requests=11)
+    some = point("split:1+1", 1.0, good=1.0) + point("split:1+1", 2.0, good=0.5, seeds=(0,), num_requests=21)
     study = Study(some, SLO)
     found = study.goodput_of(Setting("split:1+1"))
     assert 1.0 < found.rate < 2.0

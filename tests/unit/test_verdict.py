@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from baton.step_log import StepRecord
+from baton.step_log import StepRecord, StepShape
+from baton_experiments.goodput import LinearReference
 from baton_experiments.records import RequestRecord, Run, Slo
 from baton_experiments.summary import summarize
 from tests.made_up_records import point, record, steps
@@ -233,7 +235,7 @@ def test_the_slo_at_which_the_answer_flips() -> None:
     for flip in flips.values():
         assert (flip["below"], flip["above"]) == (COLOCATED, SPLIT)
         assert flip["at"] == pytest.approx(400 / 500, rel=0.15)
-    assert "colocated:2 is better up to 0.71 times, split:1+1 from 0.84 times on" in said(found)
+    assert "with an eighth to 0.71 times this one, split:1+1 with 0.84 to eight times this one" in said(found)
 
 
 def test_an_slo_that_is_tighter_in_one_limit_alone() -> None:
@@ -439,7 +441,33 @@ def test_chunk_sizes_chosen_on_the_same_requests_are_a_caveat() -> None:
 
 def test_few_requests_of_one_seed_have_no_intervals_to_explain() -> None:
     (caveat,) = (c for c in verdict([record(100, index=0)])["caveats"] if "intervals" in c)
-    assert caveat == "Too few requests for intervals, so no difference is told."
+    assert caveat.startswith("Too few requests for intervals, so no difference is told: 20 at each rate are the least")
+
+
+def test_a_handful_of_requests_tells_no_difference_however_clear_it_looks() -> None:
+    """Six of six against none of six: replicates agree, and their interval would be a point."""
+    few: dict[str, Any] = {"num_requests": 6, "seeds": (0,)}
+    found = verdict(curve(COLOCATED, {0.5: 1.0, 1.0: 1.0}, **few) + curve(SPLIT, {0.5: 1.0, 1.0: 0.0}, **few))
+    assert found["winner"] is None
+    assert all(c["interval"] is None and c["better"] is None for c in found["comparisons"])
+
+
+def test_a_machine_that_was_disturbed_has_no_limit_that_another_placement_would_mend() -> None:
+    run = Run(SPLIT, None, 1.0, 0)
+    late = point(SPLIT, 1.0, good=1.0, gap=1000.0, noise=10.0, seeds=(0,))
+    done = [
+        msgspec.structs.replace(step, shape=StepShape(decodes=1, decode_context=30))
+        for step in steps(run, "decode-0", busy=0.12, step_s=1.0)
+    ]
+    alone = LinearReference(50.0, 0.1, 60.0)
+    found = verdict(late, steps={run: done}, reference=alone)
+    assert "takes 17 times as long as one that runs alone, so something else had the machine: repeat the run" in said(
+        found
+    )
+    assert found["changes"] == []
+    usual = verdict(late, steps={run: done}, reference=LinearReference(50.0, 0.1, 900.0))
+    assert "repeat the run" not in said(usual)
+    assert usual["changes"]
 
 
 def test_rates_that_only_one_tried_are_not_said_of_both() -> None:
