@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from baton_experiments.bottlenecks import Bottleneck
+from baton_experiments.bottlenecks import BUSY, Bottleneck
+from baton_experiments.comparison import TRIFLE
 from baton_experiments.records import Setting
-from baton_experiments.study import SHARE, Study
-from baton_experiments.words import percent
+from baton_experiments.study import MAIN, SHARE, Study
+from baton_experiments.words import enumerated, milliseconds, percent
+
+LONG = 3.0
+"""Times what it waits: a prompt that takes longer is late by itself."""
 
 
 def helps(study: Study, found: Bottleneck) -> list[str]:
@@ -19,11 +23,19 @@ def helps(study: Study, found: Bottleneck) -> list[str]:
         return []  # what limits a disturbed machine is no matter of placement
     split = re.fullmatch(r"split:(\d+)\+(\d+)", found.placement)
     name = str(Setting(found.placement, None, found.engine))
+    if found.limit == "failures":
+        refused = found.evidence.get("error") == "overloaded"
+        change = "more workers, or room for more requests to wait (`router.max_requests`)" if refused else None
+        return [f"For {name}: {change}."] if change else []
+    if split and _prompts_are_long(found):  # where tokens share the worker, larger chunks may help
+        stages = found.evidence["mean_stages_ms"]
+        return [
+            f"For {name}: a prompt takes {milliseconds(stages['prefill'])} and hardly waits, so more workers would not "
+            "help: faster ones would, or several GPUs for one worker, or a looser limit of TTFT."
+        ]
     sentences = []
-    if split:
-        ratio = _better_ratio(int(split[1]), int(split[2]), found)
-        if ratio:
-            sentences.append(f"For {name}: {ratio}.")
+    if split and found.limit in ("prefill compute", "decode batch"):
+        sentences.append(f"For {name}: {_better_ratio(study, int(split[1]), int(split[2]), found)}.")
     tried = sorted(
         {
             s.chunk_tokens
@@ -63,19 +75,41 @@ def _chunks(found: Bottleneck, tried: Sequence[int]) -> str:
     return f"more workers{known}"
 
 
-def _better_ratio(prefill: int, decode: int, found: Bottleneck) -> str | None:
-    """From how busy both sides are."""
-    busy_prefill, busy_decode = found.evidence.get("prefill_busy"), found.evidence.get("decode_busy")
-    if not busy_prefill or not busy_decode or found.limit not in ("prefill compute", "decode batch"):
-        return None
-    work = prefill * busy_prefill, decode * busy_decode
-    total = prefill + decode
-    fair = round(total * work[0] / sum(work))
-    even = f"prefill workers are busy {percent(busy_prefill)} of the time, decode workers {percent(busy_decode)}"
-    if 1 <= fair < total and fair != prefill and (fair > prefill) == (found.limit == "prefill compute"):
-        return f"split:{fair}+{total - fair} would share the work more evenly: {even}"
-    side, other = (busy_prefill, busy_decode) if found.limit == "prefill compute" else (busy_decode, busy_prefill)
-    if side > 1.3 * other:
-        more = (prefill + 1, decode) if found.limit == "prefill compute" else (prefill, decode + 1)
-        return f"one more {found.limit.split()[0]} worker (split:{more[0]}+{more[1]}): {even}"
-    return f"more workers in this ratio: {even}"
+def _prompts_are_long(found: Bottleneck) -> bool:
+    """First tokens are late because of the prompts themselves, not of queues."""
+    stages = found.evidence.get("mean_stages_ms", {})
+    queued = stages.get("router_queue", 0.0) + stages.get("prefill_queue", 0.0)
+    first = found.evidence["missed_ttft"] > found.evidence["missed_tbt"]
+    return found.limit == "prefill compute" and first and stages.get("prefill", 0.0) > LONG * queued
+
+
+def _better_ratio(study: Study, prefill: int, decode: int, found: Bottleneck) -> str:
+    """Other splits that may do better, but for those that were tried and did not.
+
+    From how busy prefill workers are, and from whether gaps are late: a decode worker is busy whenever anything runs.
+    """
+    busy = found.evidence.get("prefill_busy")
+    why = "" if busy is None else f": prefill workers are busy {percent(busy)} of the time"
+    even = "{} would share the work more evenly"
+    ratios: list[tuple[int, int, str]] = []
+    if found.limit == "prefill compute":
+        if decode > 1 and found.evidence["missed_tbt"] == 0:
+            ratios.append(
+                (prefill + 1, decode - 1, even + (f"{why} and" if why else ":") + " no request's gaps are late")
+            )
+        ratios.append((prefill + 1, decode, f"one more prefill worker ({{}}){why}"))
+    else:
+        if prefill > 1 and busy is not None and busy * prefill / (prefill - 1) < BUSY:
+            ratios.append((prefill - 1, decode + 1, even + why))
+        ratios.append((prefill, decode + 1, f"one more decode worker ({{}}){why}"))
+    tried = []
+    for p, d, reason in ratios:
+        placement = f"split:{p}+{d}"
+        other = study.best.get((found.engine, placement))
+        if other is None or found.rate not in study.rates(other):
+            return reason.format(placement)
+        share = study.kept(other, found.rate, MAIN)
+        if share > 1 - found.missed + TRIFLE:
+            return f"{placement} keeps the SLO for {percent(share)} of the requests here"
+        tried.append(placement)
+    return f"more workers in this ratio, as {enumerated(tried)} did no better here"

@@ -7,7 +7,8 @@ seeds differ far more than the blocks of one do. With one seed the blocks are al
 nothing about other seeds, and `method` says so.
 
 Placements, chunk sizes and rates that were given the same work share the draws: a replicate holds the same requests
-for all of them, so differences are paired.
+for all of them, so differences are paired. Intervals are wider than the replicates' middle 95 %, as units are few
+(`_expanded`).
 
 Pure: random numbers come from a seed. Must not know what is measured.
 """
@@ -20,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
+from scipy import stats
 
 from baton_experiments.columns import Bools, Floats, Ints
 
@@ -28,8 +30,10 @@ Interval = tuple[float, float]
 
 MANY_SEEDS = 20
 """Intervals of fewer draws are too narrow: of normal ones, 5 draws hold the mean in 85 % of cases and 20 in 93 %."""
-FEWEST_UNITS, FEWEST_REQUESTS = 5, 20
+FEWEST_UNITS, FEWEST_REQUESTS = 6, 20
 """Fewer units, or fewer requests at a rate, tell no interval: replicates of a handful of draws agree by chance."""
+FEWEST_BEYOND = 5
+"""Values beyond a quantile that are the least for an interval of it: fewer, and replicates only repeat the largest."""
 MAX_BLOCKS = 100
 """Per seed: more say nothing new and cost time."""
 LEVEL = 95
@@ -69,6 +73,8 @@ class Bootstrap:
             by_rate[rate] += len(indices)
         self.tells = self.num_units >= FEWEST_UNITS and min(by_rate.values(), default=0) >= FEWEST_REQUESTS
         """Whether there are enough of both for intervals."""
+        self.ends = _expanded(max(self.num_units, 2))
+        """Quantiles of replicates between which a 95 % interval lies."""
 
     def units(self, rate: float, seeds: Ints, indices: Ints) -> Ints:
         """The unit of each request of a point."""
@@ -114,15 +120,24 @@ class Bootstrap:
         return found
 
     def interval(self, replicates: Floats) -> Interval | None:
-        """The middle 95 % of a figure's replicates; None where there are too few units to tell."""
+        """95 %, from a figure's replicates; None where there are too few units to tell."""
         there = replicates[~np.isnan(replicates)]
         if not self.tells or there.size < len(replicates) / 2:
             return None
-        low, high = np.percentile(there, ((100 - LEVEL) / 2, (100 + LEVEL) / 2))
+        low, high = np.quantile(there, self.ends)
         return float(low), float(high)
 
     def _counts(self, units: Ints) -> Floats:
         return np.bincount(units, minlength=self.num_units).astype(np.float64)
+
+
+def _expanded(n: int) -> tuple[float, float]:
+    """The replicates of n units spread too little, by sqrt((n - 1) / n), and have the normal distribution's tails where
+    Student's are due; so quantiles further out are taken (the expanded percentile interval of Hesterberg, What Teachers
+    Should Know About the Bootstrap, 2015)."""
+    z = math.sqrt(n / (n - 1)) * float(stats.t.ppf((100 + LEVEL) / 200, n - 1))
+    high = float(stats.norm.cdf(z))
+    return 1 - high, high
 
 
 def excludes_zero(interval: Interval | None) -> bool:

@@ -16,7 +16,7 @@ Arithmetic over records and steps. Must not know how it is said to people beyond
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -31,10 +31,13 @@ from baton_experiments.study import MAIN, SHARE, Study
 from baton_experiments.words import milliseconds, number, percent
 from baton_experiments.worker_use import FULL, worker_use
 
-Limit = Literal["prefill compute", "decode batch", "KV space", "hand-off", "router"]
+Limit = Literal["prefill compute", "decode batch", "KV space", "hand-off", "router", "failures"]
 
 BUSY = 0.7
 """Of the time in steps: from here on a queue before a worker is its own."""
+QUEUES = 0.5
+"""A prefill worker that is busier explains by itself that prompts wait for it: an M/D/1 queue waits half a prompt's
+time then. (A decode worker is busy whenever anything runs there, so its share of time says little.)"""
 SMALL_BATCH, DISTURBED = 1.5, 2.5
 """Requests in a decode step that cost about what one does; and how many times as long as alone such a step takes where
 something else must have slowed the machine down."""
@@ -82,6 +85,7 @@ def bottleneck(study: Study, setting: Setting, rate: float) -> Bottleneck:
     evidence = view.evidence() | {
         "slowdown": view.slowdown,
         "disturbed": view.is_disturbed,
+        "error": view.error,
         "missed_ttft": float(first.mean()),
         "missed_tbt": float(late.mean()),
         "failed": float(failed.mean()),
@@ -120,6 +124,9 @@ class _View:
             self.alone_ms = float(reference.tbt(columns.prompt_tokens, columns.output_tokens).mean())
         self.known = bool(columns.stages)
         self.stages = columns.stages or defaultdict(lambda: np.zeros(len(columns)))
+        errors = Counter((r.error or "").partition(":")[0] for r in records if r.error is not None)
+        self.error = errors.most_common(1)[0][0] if errors else None
+        """The code that most failures have."""
         self.num_prefill = max(1, len({r.prefill_worker for r in records if r.prefill_worker}))
         self.window_s = sum(float(np.ptp(columns.at_s[columns.seed == seed])) for seed in np.unique(columns.seed))
         """From the first arrival to the last, summed over seeds."""
@@ -183,7 +190,7 @@ class _View:
     def blame(self, row: int, ttft_ms: float, tbt_ms: float) -> Limit:
         c = self.columns
         if not c.done[row]:
-            return self._queue()
+            return "failures"
         over_first = c.ttft[row] / ttft_ms
         over_gap = c.tpot[row] / tbt_ms
         return self._blame_first(row) if over_first >= over_gap else self._blame_gaps(row)
@@ -207,7 +214,8 @@ class _View:
         return bool(mixed) and float(np.mean([u.prompt_share for u in mixed])) < 0.3
 
     def _queue(self, *, of_router: bool = False) -> Limit:
-        """Why requests wait before their prefill. A prefill worker does not begin before decode has blocks."""
+        """Why requests wait before their prefill. A prefill worker does not begin before decode has blocks, and the
+        router holds back what no worker has room for."""
         if self.kv_is_full:
             return "KV space"
         prefill, decode = self.prefill_busy(), self.busy(prefill=False) or 0.0
@@ -216,7 +224,7 @@ class _View:
             share = float(np.mean([u.prompt_share for u in mixed])) if mixed else 1.0
             if max(prefill, decode) >= BUSY:
                 return "prefill compute" if share >= 0.5 else "decode batch"
-        elif prefill >= BUSY and prefill >= decode:
+        elif prefill >= QUEUES and not of_router:
             return "prefill compute"
         elif decode >= BUSY:
             return "decode batch"
@@ -341,6 +349,8 @@ def _facts(limit: Limit | None, view: _View, *, gaps: bool) -> Iterable[str]:
                 f"a prompt waits {milliseconds(view.mean_stage('router_queue', 'prefill_queue'))} on average and takes "
                 f"{milliseconds(view.mean_stage('prefill'))}"
             )
+    elif limit == "failures":
+        yield f"most of them as `{view.error}`; latencies are those of the others"
     elif limit == "decode batch":
         if decode is not None:
             yield f"workers that decode are busy {percent(decode)} of the time"

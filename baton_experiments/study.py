@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from baton_experiments.bootstrap import Bootstrap, Interval
+from baton_experiments.bootstrap import FEWEST_BEYOND, Bootstrap, Interval
 from baton_experiments.columns import Columns, Floats, Ints
 from baton_experiments.goodput import (
     DEFINITIONS,
@@ -165,7 +165,7 @@ class Study:
         interval: tuple[float, float | None] | None = None
         if self.bootstrap.tells:
             ordered = np.sort(replicates)  # percentiles by rank: no arithmetic between infinities
-            low, high = (float(ordered[round(q * (len(ordered) - 1))]) for q in (0.025, 0.975))
+            low, high = (float(ordered[round(q * (len(ordered) - 1))]) for q in self.bootstrap.ends)
             interval = (min(low, rates[-1]), None if np.isinf(high) else high)
         return GoodputEstimate(point.rate, point.at_least, interval, replicates)
 
@@ -194,8 +194,19 @@ class Study:
         values, _ = self.columns[setting, rate].select(name)
         return float(np.quantile(values, share)) if values.size else None
 
+    def quantile_interval(self, setting: Setting, rate: float, name: str, share: float) -> Interval | None:
+        """95 %, in ms; None where too few values lie beyond it."""
+        if not self._tells(setting, rate, name, share):
+            return None
+        return self.bootstrap.interval(self.quantile_replicates(setting, rate, name, share))
+
+    def _tells(self, setting: Setting, rate: float, name: str, share: float) -> bool:
+        return self.columns[setting, rate].select(name)[0].size * (1 - share) >= FEWEST_BEYOND - 1e-9
+
     def quantile_difference(self, a: Setting, b: Setting, rate: float, name: str, share: float) -> Interval | None:
         """95 % interval of that of `a` less that of `b`, on the same draws."""
+        if not all(self._tells(setting, rate, name, share) for setting in (a, b)):
+            return None
         one, other = (self.quantile_replicates(s, rate, name, share) for s in (a, b))
         return self.bootstrap.interval(one - other)
 

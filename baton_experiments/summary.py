@@ -99,7 +99,7 @@ def _point(study: Study, setting: Setting, rate: float, limit: Bottleneck) -> di
 def _intervals(study: Study, setting: Setting, rate: float) -> dict[str, Any]:
     found: dict[str, Any] = {
         key: {
-            f"p{share * 100:g}": study.bootstrap.interval(study.quantile_replicates(setting, rate, name, share))
+            f"p{share * 100:g}": study.quantile_interval(setting, rate, name, share)
             for share in shares
         }
         for key, name, shares in _INTERVALS

@@ -23,7 +23,7 @@ import msgspec
 from baton_experiments.advice import helps
 from baton_experiments.bootstrap import FEWEST_REQUESTS, excludes_zero
 from baton_experiments.bottlenecks import Bottleneck
-from baton_experiments.comparison import QUANTILES, Comparison, Objective, compare, is_told, reach_text
+from baton_experiments.comparison import QUANTILES, TRIFLE, Comparison, Objective, compare, is_told, reach_text
 from baton_experiments.engine_effects import engine_effects
 from baton_experiments.flips import Flip, flips, steady
 from baton_experiments.goodput import DEFINITIONS
@@ -199,15 +199,18 @@ def _all_comparisons(study: Study, decision: Decision) -> Iterable[Comparison]:
 
 
 def _quickest(study: Study, settings: Sequence[Setting], rate: float) -> Setting | None:
-    """Better than each other one in some latency, and worse in none, where differences can be told."""
+    """Better than each other one in some latency, where differences can be told, and worse in none, told or not."""
     for setting in settings:
-        if all(
-            {compare(study, o, setting, other, rate).better for o in _DECIDES} - {None} == {setting.placement}
-            for other in settings
-            if other is not setting
-        ):
+        if all(_is_quicker(study, setting, other, rate) for other in settings if other is not setting):
             return setting
     return None
+
+
+def _is_quicker(study: Study, setting: Setting, other: Setting, rate: float) -> bool:
+    found = [compare(study, objective, setting, other, rate) for objective in QUANTILES]
+    told = {c.better for c in found} - {None}
+    worse = any(c.difference is not None and c.difference > TRIFLE * max(v or 0.0 for v in c.values) for c in found)
+    return told == {setting.placement} and not worse
 
 
 def deciding_points(study: Study) -> list[tuple[Setting, float]]:

@@ -189,7 +189,7 @@ def test_the_same_records_give_the_same_interval() -> None:
     assert np.array_equal(one.replicates, other.replicates)
 
 
-@pytest.mark.parametrize(("num_seeds", "num_requests"), [(1, 200), (3, 70), (5, 40), (24, 20)])
+@pytest.mark.parametrize(("num_seeds", "num_requests"), [(1, 20), (1, 200), (3, 70), (5, 40), (24, 20)])
 def test_intervals_hold_the_truth_about_as_often_as_they_say(num_seeds: int, num_requests: int) -> None:
     held = {"mean": 0, "median": 0}
     for trial in range(100):
