@@ -9,9 +9,7 @@ from random import Random
 from typing import Any
 
 import msgspec
-from rich import box
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
 
 from baton.config import ClusterConfig
 from baton.errors import ConfigError
@@ -20,6 +18,8 @@ from baton_experiments.anatomy import published
 from baton_experiments.anatomy.devices import Device, device
 from baton_experiments.anatomy.models import read_shape
 from baton_experiments.anatomy.report import Question, anatomy, growth_text
+from baton_experiments.number_table import NumberTable
+from baton_experiments.words import counted, number
 
 REQUESTS = 3000
 """Of a distribution, for the useful share of KV memory."""
@@ -28,9 +28,9 @@ ALLOCATIONS = {
     "max": "reserve the model's limit",
     "pow2": "prompt and a power of two",
     "oracle": "oracle: the true length",
-    "max_first_fit": "the limit, without buddies",
-    "pow2_first_fit": "a power of two, without buddies",
-    "oracle_first_fit": "oracle, without buddies",
+    "max_first_fit": "the limit, no buddies",
+    "pow2_first_fit": "power of two, no buddies",
+    "oracle_first_fit": "oracle, no buddies",
     "paged": "paged: blocks of 16",
 }
 
@@ -124,7 +124,7 @@ def _write(data: dict[str, Any], folder: Path) -> list[Path]:
 # --- tables ------------------------------------------------------------------------------------------
 
 
-def tables(data: dict[str, Any]) -> list[Table]:
+def tables(data: dict[str, Any]) -> list[NumberTable]:
     """What there is of the data, for a terminal."""
     found = [_model_table(data)]
     if data["memory"] is not None:
@@ -145,14 +145,14 @@ def tables(data: dict[str, Any]) -> list[Table]:
     return found
 
 
-def _table(title: str, *columns: str, left: int = 1) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+def _table(title: str, *columns: str, left: int = 1) -> NumberTable:
+    table = NumberTable(title)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < left else "right", no_wrap=True)
+        table.add_column(column, is_key=index == 0, is_right=index >= left)
     return table
 
 
-def _model_table(data: dict[str, Any]) -> Table:
+def _model_table(data: dict[str, Any]) -> NumberTable:
     model, cache, weights = data["model"], data["kv_cache"], data["weights"]
     table = _table(f"{model['name']}, weights in {data['dtype']}, KV cache in {data['kv_dtype']}", "", "", left=2)
     active = weights["active_parameters"]
@@ -173,10 +173,13 @@ def _model_table(data: dict[str, Any]) -> Table:
     return table
 
 
-def _fit_table(data: dict[str, Any]) -> Table:
+def _fit_table(data: dict[str, Any]) -> NumberTable:
     fit, device_ = data["memory"], data["device"]
     table = _table(
-        f"what fits {device_['name']} ({device_['memory_gib']:g} GiB, {fit['share']:.0%} used)", "", "", left=2
+        f"what fits {device_['name']} ({number(device_['memory_gib'], 4)} GiB, {fit['share']:.0%} used)",
+        "",
+        "",
+        left=2,
     )
     table.add_row("weights", _size(fit["weight_bytes"]))
     table.add_row("KV cache", f"{_size(fit['kv_bytes'])}, {fit['kv_tokens']:,} tokens")
@@ -187,22 +190,22 @@ def _fit_table(data: dict[str, Any]) -> Table:
     return table
 
 
-def _steps_table(data: dict[str, Any]) -> Table:
+def _steps_table(data: dict[str, Any]) -> NumberTable:
     device_ = data["device"]
     columns = ["step", "GFLOP", "GB", "KV of it", "FLOP/B"]
     title = "steps: operations and bytes"
     if device_ is not None:
         columns += ["limit", "floor ms"]
-        title += f", on {device_['name']}: {device_['tflops']:g} TFLOP/s, {device_['gb_per_s']:g} GB/s, ridge at "
-        title += f"{device_['ridge']:.0f} FLOP/B"
+        peaks = f"{number(device_['tflops'], 4)} TFLOP/s, {number(device_['gb_per_s'], 4)} GB/s"
+        title += f", on {device_['name']}: {peaks}, ridge at {number(device_['ridge'])} FLOP/B"
     table = _table(title, *columns)
     for name, entries in (("prefill", data["prefill"]), ("decode", data["decode"])):
         for entry in entries:
             what = f"{name} {entry['tokens']:,} tokens" if name == "prefill" else f"decode, batch {entry['batch']}"
-            cells = [what, f"{entry['operations'] / 1e9:,.1f}", f"{entry['bytes'] / 1e9:.2f}"]
-            cells += [f"{entry['kv_share_of_bytes']:.1%}", f"{entry['intensity']:.4g}"]
+            cells = [what, number(entry["operations"] / 1e9, 4), number(entry["bytes"] / 1e9)]
+            cells += [f"{entry['kv_share_of_bytes']:.1%}", number(entry["intensity"])]
             if device_ is not None:
-                cells += [entry["side"], f"{entry['floor_ms']:.3g}"]
+                cells += [entry["side"], number(entry["floor_ms"])]
             table.add_row(*cells)
     table.caption = f"each sequence of a decode batch has {data['decode'][0]['context']:,} tokens"
     if device_ is not None:
@@ -215,61 +218,61 @@ def _steps_table(data: dict[str, Any]) -> Table:
     return table
 
 
-def _use_table(use: dict[str, Any]) -> Table:
+def _use_table(use: dict[str, Any]) -> NumberTable:
     title = f"KV memory of {use['slots']:,} token slots under {use['lengths']}, always full"
     columns = ["allocation", "tokens", "reserved", "internal", "external", "batch"]
     table = _table(title, *columns, *(["published"] if use["published"] else []))
     for name, usage in use["usage"].items():
         cells = [f"{100 * usage[part]:.1f} %" for part in ("token", "reservation", "internal", "external")]
-        cells.append(f"{usage['batch']:.1f}")
+        cells.append(f"{usage['batch']:,.1f}")
         if use["published"]:
             share = use["published"].get(name)
             cells.append("-" if share is None else f"{100 * share['token']:.1f} %")
         table.add_row(ALLOCATIONS[name], *cells)
     table.caption = (
-        f"{use['requests']:,} requests of {use['mean_prompt_tokens']:.0f} in and {use['mean_output_tokens']:.0f} out, "
-        f"at most {use['max_len']:,} tokens each"
-        + (f"; {use['left_out']} longer ones left out" if use["left_out"] else "")
+        f"{counted(use['requests'], 'request')} of {number(use['mean_prompt_tokens'])} tokens in and "
+        f"{number(use['mean_output_tokens'])} out on average, at most {use['max_len']:,} each"
+        + (f"; {use['left_out']:,} longer left out" if use["left_out"] else "")
     )
     return table
 
 
-def _work_table(title: str, with_cache: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]) -> Table:
+def _work_table(title: str, with_cache: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]) -> NumberTable:
     timed = "seconds" in with_cache[0]
     columns = ["new tokens", "computed", "no cache", "GFLOP", "no cache"]
     table = _table(title, *columns, *(("seconds", "no cache") if timed else ()), left=0)
     for one, two in zip(with_cache, without, strict=True):
-        cells = [f"{one['generated']}", f"{one['tokens']:,}", f"{two['tokens']:,}"]
-        cells += [f"{one['operations'] / 1e9:,.1f}", f"{two['operations'] / 1e9:,.1f}"]
-        table.add_row(*cells, *((f"{one['seconds']:.2f}", f"{two['seconds']:.2f}") if timed else ()))
+        cells = [f"{one['generated']:,}", f"{one['tokens']:,}", f"{two['tokens']:,}"]
+        cells += [number(one["operations"] / 1e9, 4), number(two["operations"] / 1e9, 4)]
+        table.add_row(*cells, *((f"{one['seconds']:,.2f}", f"{two['seconds']:,.2f}") if timed else ()))
     return table
 
 
-def _utilization_table(measured: dict[str, Any]) -> Table:
+def _utilization_table(measured: dict[str, Any]) -> NumberTable:
     peaks = measured["utilization"]["peaks"]
     title = (
-        f"measured: {measured['engine']}, {peaks['threads']} thread(s); peaks of the same cores "
-        f"{peaks['operations_per_s'] / 1e9:.1f} GFLOP/s, {peaks['bytes_per_s'] / 1e9:.1f} GB/s"
+        f"measured: {measured['engine']}, {counted(peaks['threads'], 'thread')}; peaks of the same cores "
+        f"{peaks['operations_per_s'] / 1e9:,.1f} GFLOP/s, {peaks['bytes_per_s'] / 1e9:,.1f} GB/s"
     )
     table = _table(title, "step", "ms", "FLOP/B", "of the arithmetic peak", "of the bandwidth")
     for name, entries in (("prefill", "prefill"), ("decode", "decode")):
         for entry in measured["utilization"][entries]:
             what = f"{name} {entry['tokens']} tokens" if name == "prefill" else f"decode, batch {entry['batch']}"
-            cells = [what, f"{entry['ms']:.1f}", f"{entry['intensity']:.1f}"]
+            cells = [what, f"{entry['ms']:,.1f}", f"{entry['intensity']:,.1f}"]
             table.add_row(*cells, f"{entry['of_peak']:.1%}", f"{entry['of_bandwidth']:.1%}")
     return table
 
 
-def _share_table(shares: Sequence[dict[str, Any]]) -> Table:
+def _share_table(shares: Sequence[dict[str, Any]]) -> NumberTable:
     title = f"measured: the KV cache's part of a decode step at {shares[0]['context']} tokens of context"
     table = _table(title, "batch", "KV MB", "weights MB", "of bytes", "of time", left=0)
     for entry in shares:
-        cells = [f"{entry['batch']}", f"{entry['kv_bytes'] / 1e6:.1f}", f"{entry['weight_bytes'] / 1e6:.1f}"]
+        cells = [f"{entry['batch']:,}", f"{entry['kv_bytes'] / 1e6:,.1f}", f"{entry['weight_bytes'] / 1e6:,.1f}"]
         table.add_row(*cells, f"{entry['share']:.1%}", f"{entry['share_of_time']:.1%}")
     return table
 
 
-def _live_table(live: dict[str, Any]) -> Table:
+def _live_table(live: dict[str, Any]) -> NumberTable:
     table = _table("measured: KV blocks of a live run", "", "", left=1)
     share = live["share"]
     table.add_row("share of held slots with a token", "-" if share is None else f"{share:.1%}")
@@ -280,7 +283,7 @@ def _live_table(live: dict[str, Any]) -> Table:
 
 
 def _size(num_bytes: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
-            return f"{num_bytes / size:,.4g} {unit}"
-    return f"{num_bytes:g} B"
+            return f"{number(num_bytes / size, 4)} {unit}"
+    return f"{number(num_bytes, 4)} B"

@@ -6,7 +6,9 @@ The same requests are judged by limits from an eighth to eight times those given
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from itertools import groupby, pairwise
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,6 +22,7 @@ from baton_experiments.words import enumerated, limit_text, per_second
 
 SCALES = tuple(float(2 ** (k / 4)) for k in range(-12, 13))
 """Of the SLO: from an eighth to eight times."""
+_LOWEST = "an eighth"
 Axis = Literal["slo", "ttft", "tbt"]
 
 
@@ -45,8 +48,8 @@ def flips(study: Study, a: Setting, b: Setting) -> tuple[list[Flip], list[dict[s
             continue
         if told and told[1] != comparison.better:
             sentence = (
-                f"The answer flips between {per_second(told[0])} and {per_second(rate)}: more requests keep the SLO "
-                f"with {told[1]} up to the one, with {comparison.better} from the other on."
+                f"The answer flips between {per_second(told[0])} and {per_second(rate)}: at the one more requests keep "
+                f"the SLO with {told[1]}, at the other with {comparison.better}."
             )
             found.append(Flip("rate", (told[0] + rate) / 2, told[1], comparison.better, sentence))
         told = rate, comparison.better
@@ -55,30 +58,67 @@ def flips(study: Study, a: Setting, b: Setting) -> tuple[list[Flip], list[dict[s
     for axis in axes:
         rows = _sweep(study, a, b, axis)
         sweeps.append({"axis": axis, "engine": a.engine, "placements": [a.placement, b.placement], "rows": rows})
-        last: dict[str, Any] | None = None
-        for row in rows:
-            if row["better"] is None:
-                continue
-            if last and last["better"] != row["better"]:
-                found.append(_flip(axis, last, row))
-            last = row
+        found += [_flip(axis, low, high) for low, high in pairwise(_told(rows)) if low.better != high.better]
     return found, sweeps
 
 
 def steady(placements: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
-    """Of rows that tell no flip: for which factors one is better, if any."""
-    told = [row for row in rows if row["better"] is not None]
-    span = "from an eighth of this one to eight times it"
+    """Of rows that tell no flip: for which factors one is better, if any.
+
+    `rows`: in ascending order of `scale`; each with `better`, None where no difference is told.
+    """
+    told = _told(rows)
+    tried = f"{_factor(rows[0])} of this one to {_factor(rows[-1])} times it"
     if not told:
-        return f"No rate flips the answer, and no SLO {span} tells {enumerated(placements)} apart by goodput."
-    sentence = f"The answer flips at no rate tried and for no SLO {span}"
-    if len(told) == len(rows):
-        return f"{sentence}."
-    low, high = told[0], told[-1]
+        return f"No rate flips the answer, and no SLO from {tried} tells {enumerated(placements)} apart by goodput."
+    better = told[0].better
+    if len(told[0].rows) == len(rows):
+        return (
+            f"The answer flips at no rate tried and for no SLO from {tried}: {better} has the higher goodput with all."
+        )
     return (
-        f"{sentence}: {low['better']} has the higher goodput from {low['scale']:.2g} to {high['scale']:.2g} times this "
-        "one; beyond that no difference can be told."
+        f"No rate tried flips the answer. With {_span(told)} {better} has the higher goodput; "
+        f"{_elsewhere(told, rows)} no difference can be told."
     )
+
+
+class _Stretch(NamedTuple):
+    """Neighbouring rows of a sweep in which the same placement is told to be better."""
+
+    better: str
+    rows: list[dict[str, Any]]
+
+
+def _told(rows: Sequence[dict[str, Any]]) -> list[_Stretch]:
+    grouped = ((better, list(group)) for better, group in groupby(rows, key=itemgetter("better")))
+    return [_Stretch(better, group) for better, group in grouped if better is not None]
+
+
+def _span(stretches: Sequence[_Stretch], of: str = "this SLO") -> str:
+    """`0.5 to 2 times this SLO`, of one or more stretches."""
+    parts = []
+    for stretch in stretches:
+        low, high = _factor(stretch.rows[0]), _factor(stretch.rows[-1])
+        parts.append(low if low == high else f"{low} to {high}")
+    if parts == ["1"]:
+        return of
+    return f"{enumerated(parts)} {'of' if parts[-1] == _LOWEST else 'times'} {of}"
+
+
+def _elsewhere(told: Sequence[_Stretch], rows: Sequence[dict[str, Any]]) -> str:
+    """Where the rows are that are not in `told`."""
+    if len(told) > 1:
+        return f"with others from {_factor(rows[0])} to {_factor(rows[-1])} times"
+    less, more = told[0].rows[0] is not rows[0], told[0].rows[-1] is not rows[-1]
+    sides = [f"less, down to {_factor(rows[0])},"] if less else []
+    sides += [f"more, up to {_factor(rows[-1])} times,"] if more else []
+    return f"with {enumerated(sides)}"
+
+
+def _factor(row: dict[str, Any]) -> str:
+    """On the SLO; rounded, as it is a step of a sweep and no measurement."""
+    names = {SCALES[0]: _LOWEST, SCALES[-1]: "eight"}
+    return names.get(row["scale"], f"{row['scale']:.2g}")
 
 
 def _sweep(study: Study, a: Setting, b: Setting, axis: Axis) -> list[dict[str, Any]]:
@@ -117,16 +157,18 @@ def _capped(rates: Floats, shares: Floats, top: float) -> Floats:
     return capped
 
 
-def _flip(axis: Axis, low: dict[str, Any], high: dict[str, Any]) -> Flip:
-    at = float(np.sqrt(low["scale"] * high["scale"]))
-    ttft, tbt = ([limit_text(row[key]) for row in (low, high)] for key in ("ttft_ms", "tbt_ms"))
-    limits = {
-        "slo": f"TTFT {ttft[0]} and mean gap {tbt[0]}, to {ttft[1]} and {tbt[1]}",
-        "ttft": f"TTFT {ttft[0]} to {ttft[1]}, the gaps' limit as it is",
-        "tbt": f"mean gap {tbt[0]} to {tbt[1]}, the TTFT's limit as it is",
-    }
+def _flip(axis: Axis, low: _Stretch, high: _Stretch) -> Flip:
+    """Between two stretches that follow each other."""
+    last, first = low.rows[-1], high.rows[0]
+    at = float(np.sqrt(last["scale"] * first["scale"]))
+    ttft, tbt = (" to ".join(limit_text(row[key]) for row in (last, first)) for key in ("ttft_ms", "tbt_ms"))
+    of, limits = {
+        "slo": ("this one", f"TTFT {ttft} and mean gap {tbt}"),
+        "ttft": ("this TTFT", f"TTFT {ttft}, the gaps' limit as it is"),
+        "tbt": ("this mean gap", f"mean gap {tbt}, the TTFT's limit as it is"),
+    }[axis]
     sentence = (
-        f"With another SLO the answer flips: {low['better']} is better up to {low['scale']:.2g} times, "
-        f"{high['better']} from {high['scale']:.2g} times on ({limits[axis]})."
+        f"With another SLO the answer flips: {low.better} has the higher goodput with {_span([low], of)}, "
+        f"{high.better} with {_span([high], of)} (in between: {limits})."
     )
-    return Flip(axis, at, low["better"], high["better"], sentence)
+    return Flip(axis, at, low.better, high.better, sentence)

@@ -20,15 +20,15 @@ from matplotlib.figure import Figure
 from baton_experiments import plot
 from baton_experiments.records import RequestRecord, Setting, Slo, Steps
 from baton_experiments.report import interval_text, rate_text
+from baton_experiments.short_names import shortened
 from baton_experiments.study import Study
-from baton_experiments.words import number
+from baton_experiments.words import counted, limit_text, number
 
 REPORT, FIGURES = "report.html", "figures"
 _CAPTIONS = {
     "attainment": (
         "SLO attainment against rate",
-        "Share of the requests that meet the SLO by DistServe's definition. Bands are 95 % intervals; below, the rate "
-        "up to which 90 % of the requests meet it, with its interval. Faint lines are chunk sizes that did worse.",
+        "Share of the requests that meet the SLO by DistServe's definition. Bands are 95 % intervals.",
     ),
     "latency": ("Latency against rate", "Medians and 99th percentiles over all requests, or all gaps, of a rate."),
     "distributions": (
@@ -48,7 +48,7 @@ _CAPTIONS = {
     "slo": (
         "Goodput if the SLO were another",
         "The same requests judged by limits from an eighth to eight times those given. Where lines cross, the answer "
-        "flips.",
+        "may flip: the verdict says where it is told.",
     ),
 }
 
@@ -60,6 +60,10 @@ def write_report(folder: Path, records: Sequence[RequestRecord], steps: Steps | 
     `environment`, `workload`, `notes`).
     """
     folder.mkdir(parents=True, exist_ok=True)
+    summary, short = shortened(summary)
+    if short:
+        records = [msgspec.structs.replace(r, engine=short.get(r.engine, r.engine)) for r in records]
+        steps = {run._replace(engine=short.get(run.engine, run.engine)): some for run, some in (steps or {}).items()}
     slo = Slo(**{name: summary["slo"].get(name) for name in Slo.__struct_fields__})
     blocks = (summary.get("engine") or {}).get("kv_blocks")
     study = Study(records, slo, steps=steps, kv_blocks=blocks, replicates=1)  # intervals come with the summary
@@ -84,7 +88,14 @@ def render(summary: dict[str, Any], figures: dict[str, Figure]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"ms": _ms, "number": number, "percent": lambda value: f"{value:.0%}"}
+    environment.filters |= {
+        "ms": _ms,
+        "number": number,
+        "percent": lambda value: f"{value:.0%}",
+        "code": _code,
+        "limit": limit_text,
+        "counted": counted,
+    }
     points = sorted(summary["points"], key=lambda p: p["rate"])
     definitions = summary["definitions"]
     goodput = [
@@ -113,7 +124,12 @@ def render(summary: dict[str, Any], figures: dict[str, Figure]) -> str:
         definitions=definitions,
         comparisons=[c for c in verdict["comparisons"] if c["objective"] != "tbt_max"],
         figures=[
-            {"name": name, "title": title, "caption": caption, "svg": _svg(figures[name], title)}
+            {
+                "name": name,
+                "title": title,
+                "caption": _caption(name, caption, summary),
+                "svg": _svg(figures[name], title),
+            }
             for name, (title, caption) in _CAPTIONS.items()
             if name in figures
         ],
@@ -123,6 +139,23 @@ def render(summary: dict[str, Any], figures: dict[str, Figure]) -> str:
             if summary.get(key)
         },
     )
+
+
+def _caption(name: str, caption: str, summary: dict[str, Any]) -> str:
+    """With what only some figures of that name show."""
+    if name != "attainment":
+        return caption
+    if plot.has_goodput(summary):
+        caption += " Below, the rate up to which 90 % of the requests meet it, with its interval."
+    if not all(point["best"] for point in summary["points"]):
+        caption += " Faint lines are chunk sizes that did worse."
+    return caption
+
+
+def _code(text: str) -> Markup:
+    """Escaped, what stands between backticks as code."""
+    # Markup: escaped before.
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(Markup.escape(text))))
 
 
 def _svg(figure: Figure, title: str) -> Markup:

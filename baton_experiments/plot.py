@@ -16,17 +16,18 @@ from baton.timeline import Stage
 from baton_experiments.columns import STAGES, Floats
 from baton_experiments.plot_steps import gantt, kv
 from baton_experiments.plot_style import STYLE, WIDTH, Look
+from baton_experiments.plot_ticks import log_ticks, plain_number
 from baton_experiments.records import Setting
-from baton_experiments.study import Study
+from baton_experiments.study import MAIN, Study
+from baton_experiments.words import number
 
 mpl.use("Agg")  # files only; a server has no screen
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 _STAGE_COLOURS = {
     Stage.ROUTER_QUEUE: "#BBBBBB",
@@ -105,23 +106,29 @@ def _attainment(study: Study, summary: dict[str, Any], look: Look) -> Figure:
         if setting in study.best.values() and all(bands):
             low, high = ([100 * band[end] for band in bands] for end in (0, 1))
             axis.fill_between(rates, low, high, color=look.colour(setting), alpha=0.15, linewidth=0)
-    for number, setting in enumerate(study.best.values()):
-        found = next(g for g in summary["goodput"] if _is(g, setting) and g["definition"] == "distserve")
+    for place, setting in enumerate(study.best.values()):
+        found = next(g for g in summary["goodput"] if _is(g, setting) and g["definition"] == MAIN)
         rate, interval = found["rate"]["90"], found["interval"]["90"]
         if rate > 0:
-            at = 3 + 3.5 * number
+            at = 3 + 3.5 * place
             style = {"color": look.colour(setting), "clip_on": False, "zorder": 5}
             axis.plot([rate, rate], [at, 90], linewidth=0.9, linestyle=":", **style)
             axis.plot([rate], [at], marker=">" if found["at_least"]["90"] else "d", markersize=8, linestyle="", **style)
             if interval:
                 top = interval[1] if interval[1] is not None else max(study.rates(setting))
                 axis.plot([interval[0], top], [at, at], linewidth=3.5, alpha=0.55, solid_capstyle="round", **style)
-    axis.set(xlabel="requests per second", ylabel="requests that meet the SLO (%)", ylim=(0, 103))
+    axis.set(xlabel="requests per second", ylabel="requests that meet the SLO (%)", ylim=(-2.5, 103))
     handles, labels = axis.get_legend_handles_labels()
-    handles.append(Line2D([], [], color="#444444", marker="d", markersize=7, linewidth=3, alpha=0.7))
-    labels.append("goodput at 90 %, with its 95 % interval (▸ at least)")
+    if has_goodput(summary):
+        handles.append(Line2D([], [], color="#444444", marker="d", markersize=7, linewidth=3, alpha=0.7))
+        labels.append("goodput at 90 %, with its 95 % interval (▸ at least)")
     figure.legend(handles, labels, loc="outside lower center", ncols=3)
     return figure
+
+
+def has_goodput(summary: dict[str, Any]) -> bool:
+    """Whether a goodput is drawn below the curves of attainment: one of 0 has no place there."""
+    return any(g["rate"]["90"] > 0 for g in summary["goodput"] if g["best"] and g["definition"] == MAIN)
 
 
 def _latency(study: Study, summary: dict[str, Any], look: Look) -> Figure:
@@ -137,16 +144,15 @@ def _latency(study: Study, summary: dict[str, Any], look: Look) -> Figure:
             rates = [p["rate"] for p in rows]
             style = look.line(setting) | {"linestyle": "-"}
             axis.plot(rates, [p[key]["p50"] for p in rows], **style)
-            axis.plot(
-                rates, [p[key]["p99"] for p in rows], **style | {"linestyle": (0, (4, 2)), "markerfacecolor": "white"}
-            )
+            dashed = {"linestyle": (0, (4, 2)), "markerfacecolor": "white"}
+            axis.plot(rates, [p[key]["p99"] for p in rows], **style | dashed)
             bands = [p["intervals"][key]["p99"] for p in rows]
             if all(bands):
                 low, high = ([band[end] for band in bands] for end in (0, 1))
                 axis.fill_between(rates, low, high, color=look.colour(setting), alpha=0.12, linewidth=0)
         _limit(axis, limits[key], vertical=False)
         axis.set(xlabel="requests per second", ylabel="ms", title=name, yscale="log")
-        _log_ticks(axis.yaxis)
+        log_ticks(axis.yaxis, room=18, stacked=True)
     handles = [Line2D([], [], **look.line(s) | {"linestyle": "-"}) for s in study.best.values()]
     handles += [
         Line2D([], [], color="#444444", label="median"),
@@ -166,18 +172,18 @@ def _slo_sweep(study: Study, summary: dict[str, Any], look: Look) -> Figure | No
     figure, axes = plt.subplots(1, len(sweeps), figsize=(WIDTH, 3.1), sharey=True, squeeze=False)
     for axis, sweep in zip(axes[0], sweeps, strict=True):
         scales = [row["scale"] for row in sweep["rows"]]
-        for number, placement in enumerate(sweep["placements"]):
-            setting = study.best[sweep["engine"], placement]
-            axis.plot(scales, [row["goodput"][number] for row in sweep["rows"]], **look.plain(setting))
+        for place, placement in enumerate(sweep["placements"]):
+            line = look.line(study.best[sweep["engine"], placement])
+            axis.plot(scales, [row["goodput"][place] for row in sweep["rows"]], markevery=2, **line)
         axis.axvline(1, color="#999999", linestyle=":", linewidth=1)
         axis.set(
             xscale="log",
             xlabel="times the SLO",
             title=titles[sweep["axis"]],
             xticks=[1 / 8, 1 / 2, 1, 2, 8],
-            ylim=(0, None),
         )
-        axis.xaxis.set_major_formatter(_plain_number)
+        axis.set_ylim(bottom=-0.03 * axis.get_ylim()[1])  # a line at 0 is seen whole
+        axis.xaxis.set_major_formatter(plain_number)
         axis.minorticks_off()
     unit = "requests/s per worker" if study.is_unequal else "requests/s"
     axes[0][0].set_ylabel(f"goodput at 90 % ({unit})")
@@ -197,7 +203,7 @@ def _distributions(study: Study, summary: dict[str, Any], look: Look) -> Figure:
     )
     names = (("ttft", "TTFT"), ("tbt", "TBT (each gap)"), ("tpot", "TPOT (a request's mean gap)"))
     limits = {"ttft": study.slo.ttft_ms, "tbt": study.slo.tbt_ms, "tpot": study.slo.tbt_ms}
-    for number, (row, rate) in enumerate(zip(axes, rates, strict=True)):
+    for at, (row, rate) in enumerate(zip(axes, rates, strict=True)):
         for axis, (name, label) in zip(row, names, strict=True):
             for setting in study.best.values():
                 if (setting, rate) in study.columns:
@@ -207,12 +213,12 @@ def _distributions(study: Study, summary: dict[str, Any], look: Look) -> Figure:
             axis.set(xscale="log", yscale="log", ylim=(8e-4, 1.3), yticks=[1, 0.5, 0.1, 0.01, 0.001])
             axis.yaxis.set_major_formatter(lambda value, _at: f"{100 * value:g} %")
             axis.yaxis.set_minor_locator(NullLocator())
-            _log_ticks(axis.xaxis)
-            if number == 0:
+            log_ticks(axis.xaxis, room=40)
+            if at == 0:
                 axis.set_title(label)
-            if number == len(rates) - 1:
+            if at == len(rates) - 1:
                 axis.set_xlabel("ms")
-        row[0].set_ylabel(f"{rate:.3g}/s\nlonger than x")
+        row[0].set_ylabel(f"{number(rate)}/s\nlonger than x")
     handles = [Line2D([], [], **look.plain(s)) for s in study.best.values()]
     handles.append(Line2D([], [], color="#999999", linestyle=":", label="SLO"))
     figure.legend(handles=handles, loc="outside lower center", ncols=4)
@@ -242,11 +248,13 @@ def _stages(study: Study, summary: dict[str, Any], look: Look) -> Figure | None:
         1, 2, figsize=(WIDTH, 1.2 + 0.28 * len(rows) + 0.12 * len(rates)), sharey=True, width_ratios=(1, 1)
     )
     places, labels, at = [], [], 0.0
-    for number, point in enumerate(rows):
-        at += 1.0 if number == 0 or rows[number - 1]["rate"] == point["rate"] else 1.5
+    for row, point in enumerate(rows):
+        at += 1.0 if row == 0 or rows[row - 1]["rate"] == point["rate"] else 1.5
         places.append(at)
-        labels.append(f"{point['rate']:.3g}/s   {Setting(point['placement'], point['chunk_tokens'], point['engine'])}")
+        setting = Setting(point["placement"], point["chunk_tokens"], point["engine"])
+        labels.append(f"{number(point['rate'])}/s   {setting}")
     halves = (STAGES[:4], STAGES[4:])
+    used: list[str] = []
     for axis, stages, title in zip(axes, halves, ("until the first token", "after the first token"), strict=True):
         left = np.zeros(len(rows))
         for stage in stages:
@@ -254,13 +262,15 @@ def _stages(study: Study, summary: dict[str, Any], look: Look) -> Figure | None:
             if widths.any():
                 axis.barh(places, widths, left=left, height=0.82, color=_STAGE_COLOURS[Stage(stage)])
             left += widths
+        used += [s for s in stages if any(p["stages_ms"].get(s, 0.0) > left.max() / 200 for p in rows)]
+        axis.xaxis.set_major_locator(MaxNLocator(4))
+        axis.xaxis.set_major_formatter(plain_number)
         axis.set(title=title, xlabel="ms, mean of all requests")
         axis.grid(axis="y", visible=False)
         axis.margins(y=0.02)
+        axis.set_xlim(left=0)
     axes[0].set_yticks(places, labels)
     axes[0].invert_yaxis()
-    longest = max(sum(point["stages_ms"].values()) for point in rows)
-    used = [stage for stage in STAGES if any(point["stages_ms"].get(stage, 0.0) > longest / 200 for point in rows)]
     handles = [Patch(color=_STAGE_COLOURS[Stage(stage)], label=stage.replace("_", " ")) for stage in used]
     figure.legend(handles=handles, loc="outside lower center", ncols=5)
     return figure
@@ -282,15 +292,3 @@ def _is(row: dict[str, Any], setting: Setting) -> bool:
 
 def _limit(axis: Axes, value: float, *, vertical: bool) -> None:
     (axis.axvline if vertical else axis.axhline)(value, color="#999999", linestyle=":", linewidth=1)
-
-
-def _log_ticks(axis: Axis) -> None:
-    """At 1, 2 and 5 times each power of ten."""
-    axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5), numticks=12))
-    axis.set_major_formatter(_plain_number)
-    axis.set_minor_locator(NullLocator())
-
-
-def _plain_number(value: float, _at: float | None = None) -> str:
-    """Of a tick, without powers of ten."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:g}"

@@ -16,6 +16,7 @@ from baton.step_log import StepRecord
 from baton_experiments.plot_style import DASHES, WIDTH, Look
 from baton_experiments.records import Run, Setting
 from baton_experiments.study import Study
+from baton_experiments.words import number
 from baton_experiments.worker_use import window
 
 _KINDS = {"prefill": "#E69F00", "both": "#D55E00", "decode": "#56B4E9"}
@@ -82,7 +83,7 @@ def gantt(study: Study, summary: dict[str, Any], look: Look) -> Figure | None:
         )
         axis.set(yticks=range(len(lanes[run])), ylim=(len(lanes[run]) - 0.45, -0.75), xlim=(begin, end))
         axis.set_yticklabels(lanes[run])
-        axis.set_title(f"{setting} at {run.rate:.3g}/s, seed {run.seed}")
+        axis.set_title(f"{setting} at {number(run.rate)}/s, seed {run.seed}")
         axis.grid(axis="y", visible=False)
     axes[-1, 0].set_xlabel("seconds since the first measured arrival")
     names = {"prefill": "prompts only", "both": "prompts and tokens in one step", "decode": "tokens only"}
@@ -104,7 +105,7 @@ def kv(study: Study, summary: dict[str, Any], look: Look) -> Figure | None:
     for axis, (setting, run) in zip(axes[:, 0], shown, strict=True):
         steps = study.steps[run]
         first, _ = window(study, run, steps)
-        for number, worker in enumerate(_workers(study, setting, run)):
+        for place, worker in enumerate(_workers(study, setting, run)):
             mine = [step for step in steps if step.worker == worker]
             mine = mine[:: max(1, len(mine) // 1500)]
             scale = 100 / study.kv_blocks[worker] if share else 1.0
@@ -114,11 +115,11 @@ def kv(study: Study, summary: dict[str, Any], look: Look) -> Figure | None:
                 where="post",
                 linewidth=1.2,
                 color=look.colour(setting),
-                linestyle=DASHES[number % len(DASHES)],
+                linestyle=DASHES[place % len(DASHES)],
                 label=worker,
             )
         axis.set(ylabel="% of the blocks" if share else "blocks held", ylim=(0, 102 if share else None))
-        axis.set_title(f"{setting} at {run.rate:.3g}/s, seed {run.seed}")
+        axis.set_title(f"{setting} at {number(run.rate)}/s, seed {run.seed}")
         axis.legend(loc="upper left", ncols=4)
     axes[-1, 0].set_xlabel("seconds since the first measured arrival")
     return figure

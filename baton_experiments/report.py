@@ -9,20 +9,21 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
+from baton_experiments.number_table import NumberTable
+from baton_experiments.short_names import shortened
 from baton_experiments.study import MAIN
-from baton_experiments.words import number
+from baton_experiments.words import counted, limit_text, number
 
 _STATISTICS = ("p50", "p90", "p99", "max")
 
 
 def tables(summary: dict[str, Any]) -> Iterable[RenderableType]:
     """What `summarize` found: points and goodput, one table of each per engine; the verdict; and notes, if any."""
+    summary, _ = shortened(summary)
     for engine in dict.fromkeys(point["engine"] for point in summary["points"]) or ("",):
         points = [point for point in summary["points"] if point["engine"] == engine]
         goodputs = [row for row in summary["goodput"] if row["engine"] == engine]
@@ -34,19 +35,20 @@ def tables(summary: dict[str, Any]) -> Iterable[RenderableType]:
         yield Text(note, style="dim")
 
 
-def points_table(points: list[dict[str, Any]], engine: str = "") -> Table:
+def points_table(points: list[dict[str, Any]], engine: str = "") -> NumberTable:
     """Latencies of each setting at each rate; of a placement with several chunk sizes the best is marked."""
-    counts = "/".join(map(str, sorted({point["requests"] for point in points})))
-    result = _table(f"TTFT and time between tokens (TBT), in ms; {counts} requests a row", engine)
-    result.add_column("rate\n/s", justify="right", no_wrap=True)
+    *fewer, most = sorted({point["requests"] for point in points}) or [0]
+    counts = "".join(f"{count:,} or " for count in fewer) + counted(most, "request")
+    result = _table(f"TTFT and time between tokens (TBT), in ms; {counts} a row", engine)
+    result.add_column("rate\n/s", is_key=True)
     has_chunks = _add_setting(result, points)
     for name in ("TTFT", "TBT"):
         for statistic in _STATISTICS:
-            result.add_column(f"{name if statistic == 'p50' else ''}\n{statistic}", justify="right", no_wrap=True)
-    result.add_column("SLO\nkept", justify="right", no_wrap=True)
-    result.add_column("tokens\n/s", justify="right", no_wrap=True)
+            result.add_column(statistic, group=name)
+    result.add_column("SLO\nkept")
+    result.add_column("tokens\n/s")
     for point in sorted(points, key=lambda p: p["rate"]):
-        cells = [f"{point['rate']:g}", *_setting(point, has_chunks)]
+        cells = [number(point["rate"], 4), *_setting(point, has_chunks)]
         for name in ("ttft_ms", "tbt_ms"):
             values = point[name] or {}
             cells += [_milliseconds(values.get(key)) for key in _STATISTICS]
@@ -57,16 +59,16 @@ def points_table(points: list[dict[str, Any]], engine: str = "") -> Table:
 
 def goodput_table(
     rows: list[dict[str, Any]], definitions: dict[str, Any], slo: dict[str, Any], engine: str = ""
-) -> Table:
+) -> NumberTable:
     """The rates that each setting reaches, a row for 90 and one for 99 % of the requests, one column a definition."""
-    limits = f"TTFT {slo['ttft_ms']:g} ms, TBT {slo['tbt_ms']:g} ms"
+    limits = f"TTFT {limit_text(slo['ttft_ms'])}, TBT {limit_text(slo['tbt_ms'])}"
     result = _table(f"Goodput in requests/s: {limits}", engine)
     has_chunks = _add_setting(result, rows)
-    result.add_column("\nof", justify="right", no_wrap=True)
+    result.add_column("of", is_key=True)
     names = list(dict.fromkeys(row["definition"] for row in rows))
     for name in names:
-        result.add_column(definitions[name]["label"].replace(" ", "\n"), justify="right", vertical="bottom")
-    result.add_column("95 % interval\nof DistServe's", justify="right", no_wrap=True)
+        result.add_column(definitions[name]["label"].replace(" ", "\n"))
+    result.add_column("95 % interval\nof DistServe's")
     for row in (r for r in rows if r["definition"] == MAIN):
         mine = {r["definition"]: r for r in rows if _key(r) == _key(row)}
         for share in ("90", "99"):
@@ -87,25 +89,24 @@ def interval_text(row: dict[str, Any], share: str) -> str:
     return f"{number(low)} {f'to {number(high)}' if high is not None else 'or more'}"
 
 
-def _table(title: str, engine: str) -> Table:
-    """Narrow: a terminal of 80 columns holds it."""
-    title += f"; on {engine}" if engine else ""
-    return Table(title=title, box=box.SIMPLE_HEAD, padding=0)
+def _table(title: str, engine: str) -> NumberTable:
+    """Narrow: a terminal of 80 columns holds it, where numbers are not large."""
+    return NumberTable(title + (f"; on {engine}" if engine else ""))
 
 
-def _add_setting(table: Table, rows: list[dict[str, Any]]) -> bool:
+def _add_setting(table: NumberTable, rows: list[dict[str, Any]]) -> bool:
     """Adds the columns that `_setting` fills. Whether there is one of the chunk size."""
     has_chunks = any(row["chunk_tokens"] for row in rows)
-    table.add_column("\nplacement", no_wrap=True)
+    table.add_column("placement", is_key=True, is_right=False)
     if has_chunks:
-        table.add_column("\nchunk", justify="right", no_wrap=True)
+        table.add_column("chunk", is_key=True)
     return has_chunks
 
 
 def _setting(row: dict[str, Any], has_chunks: bool) -> list[str]:
     if not has_chunks:
         return [row["placement"]]
-    chunk = "" if row["chunk_tokens"] is None else str(row["chunk_tokens"])
+    chunk = "" if row["chunk_tokens"] is None else f"{row['chunk_tokens']:,}"
     return [row["placement"], f"{chunk}{'*' if chunk and row['best'] else ''}"]
 
 
@@ -116,7 +117,7 @@ def _key(row: dict[str, Any]) -> tuple[Any, ...]:
 def _milliseconds(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value:.1f}" if value < 10 else f"{value:.0f}"
+    return f"{value:.1f}" if value < 10 else f"{value:,.0f}"
 
 
 def environment() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from decimal import Decimal
 
 from baton_experiments.records import Slo
 
@@ -12,8 +13,13 @@ def percent(share: float) -> str:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """So many digits, and all of those before the point."""
-    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+    """So many digits, and all of those before the point; never an exponent."""
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{Decimal(f'{value:.{digits}g}'):f}"
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 request`, `2,000 requests`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def milliseconds(value: float) -> str:
@@ -25,9 +31,9 @@ def per_second(rate: float) -> str:
     return f"{number(rate)}/s"
 
 
-def enumerated(parts: Iterable[str]) -> str:
+def enumerated(parts: Iterable[str], word: str = "and") -> str:
     *most, last = list(parts)
-    return f"{', '.join(most)} and {last}" if most else last
+    return f"{', '.join(most)} {word} {last}" if most else last
 
 
 def slo_text(slo: Slo) -> str:
@@ -35,4 +41,4 @@ def slo_text(slo: Slo) -> str:
 
 
 def limit_text(value: float) -> str:
-    return f"{value:,.4g} ms" if value < 10_000 else f"{value / 1e3:,.4g} s"
+    return f"{number(value, 4)} ms" if value < 10_000 else f"{number(value / 1e3, 4)} s"

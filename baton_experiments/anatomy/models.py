@@ -7,6 +7,7 @@ which tests compare. Knows transformers and torch; must not know weights.
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from baton.engine.model_spec import stored_dtype
 from baton.engine.transformers_spec import layer_windows
 from baton.errors import ModelError
 from baton_experiments.anatomy.shape import ModelShape
+from baton_experiments.words import enumerated
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -117,6 +119,12 @@ def read_shape(source: str) -> ModelShape:
         config = known.config
         return shape_of(source.lower(), AutoConfig.for_model(**config), known.source)
     path = Path(source)
+    near = near_names(source)
+    if near and "/" not in source and not path.exists():  # the hub would be asked for it again and again
+        raise ModelError(
+            f"{source} is no folder and no known model; did you mean {enumerated(near, 'or')}? A model of the hub is "
+            "named OWNER/NAME"
+        )
     if source == "demo" or path.suffix == ".gguf":
         from baton.engine.weights import resolve_model
 
@@ -128,11 +136,22 @@ def read_shape(source: str) -> ModelShape:
         read = AutoConfig.from_pretrained(where if path.exists() else source)
     except (OSError, ValueError, KeyError, StrictDataclassError) as e:
         problem = " ".join(str(e).split())
+        hint = f" (did you mean {enumerated(near, 'or')}?)" if near else ""
         raise ModelError(
-            f"{source} is no folder with a config.json, no hub id that can be reached, and none of {', '.join(KNOWN)}: "
-            f"{problem[:300]}"
+            f"{source} is no folder with a config.json, no hub id that can be reached, and none of "
+            f"{', '.join(KNOWN)}{hint}: {problem[:300]}"
         ) from e
     return shape_of(source, read, "its config.json")
+
+
+def near_names(source: str) -> list[str]:
+    """Names of `KNOWN` that the last part of `source` may have been meant for, nearest first."""
+    plain = {_plain(name): name for name in KNOWN}
+    return [plain[match] for match in get_close_matches(_plain(source.rpartition("/")[2]), plain, n=2, cutoff=0.75)]
+
+
+def _plain(name: str) -> str:
+    return "".join(character for character in name.lower() if character.isalnum())
 
 
 def shape_of(name: str, config: Any, source: str) -> ModelShape:

@@ -11,6 +11,8 @@ import matplotlib as mpl
 mpl.use("Agg")  # files only; a server has no screen
 from matplotlib import pyplot as plt
 
+from baton_experiments.plot_ticks import log_ticks
+
 ALLOCATIONS = {
     "max": "reserve max",
     "pow2": "power of two",
@@ -36,8 +38,8 @@ def plot_anatomy(data: dict[str, Any], folder: Path) -> list[Path]:
     if data["kv_memory_use"] is not None:
         plots["kv-memory-use"] = lambda axes: _memory_use(axes, data["kv_memory_use"])
     work = measured if measured else data
-    key, label = ("seconds", "seconds, measured") if measured else ("operations", "operations")
-    plots["work"] = lambda axes: _work(axes, work["work_with_cache"], work["work_without_cache"], key, label)
+    key, unit, label = ("seconds", 1.0, "seconds, measured") if measured else ("operations", 1e9, "GFLOP")
+    plots["work"] = lambda axes: _work(axes, work["work_with_cache"], work["work_without_cache"], key, unit, label)
     plots["kv-share"] = lambda axes: _share(
         axes, data["decode"], measured.get("kv_share_of_bytes"), data["model"]["name"]
     )
@@ -60,16 +62,16 @@ def _roofline(axes: Any, prefills: list[dict[str, Any]], decodes: list[dict[str,
     axes.loglog(
         xs, [min(device["tflops"], x * device["gb_per_s"] / 1e3) for x in xs], color="black", label=device["name"]
     )
-    for entries, key, name, marker in (
-        (prefills, "tokens", "prefill, by tokens", "s"),
-        (decodes, "batch", "decode, by batch", "o"),
+    for entries, key, name, marker, beside in (
+        (prefills, "tokens", "prefill, by tokens", "s", (-6, 5)),
+        (decodes, "batch", "decode, by batch", "o", (16, -10)),
     ):
         ys = [min(device["tflops"], e["intensity"] * device["gb_per_s"] / 1e3) for e in entries]
         axes.plot([e["intensity"] for e in entries], ys, marker, label=name)
         for entry, y in zip(entries, ys, strict=True):
-            axes.annotate(
-                f"{entry[key]}", (entry["intensity"], y), textcoords="offset points", xytext=(4, -10), fontsize=7
-            )
+            place = {"textcoords": "offset points", "xytext": beside, "ha": "right"}
+            axes.annotate(f"{entry[key]:,}", (entry["intensity"], y), fontsize=7, **place)
+    _plain_ticks(axes)
     axes.axvline(device["ridge"], color="gray", linewidth=0.8, linestyle=":")
     axes.set_xlabel("operations per byte")
     axes.set_ylabel("attainable TFLOP/s")
@@ -86,7 +88,7 @@ def _memory_use(axes: Any, use: dict[str, Any]) -> None:
         axes.bar(range(len(names)), values, bottom=bottom, label=label, color=color)
         if part == "token":
             for x, value in enumerate(values):
-                axes.text(x, value / 2, f"{value:.1f} %", ha="center", va="center", color="white", fontsize=8)
+                axes.text(x, max(value / 2, 2.5), f"{value:.1f} %", ha="center", va="center", color="white", fontsize=8)
         bottom = [b + v for b, v in zip(bottom, values, strict=True)]
     axes.set_xticks(range(len(names)), [ALLOCATIONS[name] for name in names], fontsize=8)
     axes.set_ylabel("% of KV memory")
@@ -94,9 +96,12 @@ def _memory_use(axes: Any, use: dict[str, Any]) -> None:
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncol=4)
 
 
-def _work(axes: Any, with_cache: list[dict[str, Any]], without: list[dict[str, Any]], key: str, label: str) -> None:
+def _work(
+    axes: Any, with_cache: list[dict[str, Any]], without: list[dict[str, Any]], key: str, unit: float, label: str
+) -> None:
     for entries, name in ((without, "without KV cache"), (with_cache, "with KV cache")):
-        axes.loglog([e["generated"] for e in entries], [e[key] for e in entries], "o-", label=name)
+        axes.loglog([e["generated"] for e in entries], [e[key] / unit for e in entries], "o-", label=name)
+    _plain_ticks(axes)
     axes.set_xlabel("generated tokens")
     axes.set_ylabel(label)
     axes.set_title("an answer token by token")
@@ -109,18 +114,26 @@ def _share(axes: Any, decodes: list[dict[str, Any]], measured: list[dict[str, An
         [e["batch"] for e in decodes],
         [100 * e["kv_share_of_bytes"] for e in decodes],
         "o-",
-        label=f"of bytes, at {decodes[0]['context']} tokens of context",
+        label=f"of bytes, at {decodes[0]['context']:,} tokens of context",
     )
     if measured:
         xs = [e["batch"] for e in measured]
         context = measured[0]["context"]
-        axes.semilogx(xs, [100 * e["share"] for e in measured], "s-", label=f"of bytes, at {context} tokens, as run")
-        axes.semilogx(xs, [100 * e["share_of_time"] for e in measured], "^--", label=f"of time, at {context} tokens")
+        axes.semilogx(xs, [100 * e["share"] for e in measured], "s-", label=f"of bytes, at {context:,} tokens, as run")
+        axes.semilogx(xs, [100 * e["share_of_time"] for e in measured], "^--", label=f"of time, at {context:,} tokens")
+    _plain_ticks(axes, y=False)
     axes.set_xlabel("decode batch")
     axes.set_ylabel("% that is KV cache")
     axes.set_title(f"what a decode step of {name} reads")
     axes.legend()
     axes.grid(alpha=0.3)
+
+
+def _plain_ticks(axes: Any, *, y: bool = True) -> None:
+    """Of a figure of this module's size."""
+    log_ticks(axes.xaxis, room=70)
+    if y:
+        log_ticks(axes.yaxis, room=18, stacked=True)
 
 
 def _utilization(axes: Any, utilization: dict[str, Any]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from baton.config import parse_config
 from baton.errors import ConfigError, ModelError
@@ -32,6 +35,7 @@ from baton_experiments.anatomy.arithmetic import (
 from baton_experiments.anatomy.devices import DEVICES, device
 from baton_experiments.anatomy.measured import measure, useful_share
 from baton_experiments.anatomy.models import KNOWN, read_shape, shape_of
+from baton_experiments.anatomy.plot import plot_anatomy
 from baton_experiments.anatomy.report import Question, anatomy, growth
 from baton_experiments.anatomy.shape import ModelShape
 
@@ -319,6 +323,37 @@ def test_what_is_no_model_is_told(tmp_path: Path) -> None:
         shape_of("wrong", AutoConfig.for_model("vit"), "")
 
 
+@pytest.mark.parametrize(
+    ("meant", "name"),
+    [("llama3-8b", "llama-3.1-8b"), ("Qwen2-7B", "qwen2.5-7b"), ("opt13b", "opt-13b"), ("mixtral", "mixtral-8x7b")],
+)
+def test_a_name_that_is_nearly_known_is_not_asked_for_on_the_hub(
+    meant: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoConfig
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda source: pytest.fail(f"asked for {source}"))
+    with pytest.raises(ModelError, match=f"did you mean {name}"):
+        read_shape(meant)
+
+
+def test_other_names_and_names_with_an_owner_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoConfig
+
+    asked = []
+
+    def offline(source: str) -> None:
+        asked.append(source)
+        raise OSError("no network")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", offline)
+    with pytest.raises(ModelError, match="no network"):
+        read_shape("gpt2")
+    with pytest.raises(ModelError, match=r"did you mean llama-3\.1-8b.*no network"):
+        read_shape("meta-llama/Llama-3.1-8B-Base")
+    assert asked == ["gpt2", "meta-llama/Llama-3.1-8B-Base"]
+
+
 # --- the command -----------------------------------------------------------------------------------
 
 
@@ -334,6 +369,46 @@ def test_the_anatomy_of_the_papers_set_up() -> None:
     assert use["usage"]["paged"]["token"] == pytest.approx(0.963, abs=0.02)
     json.dumps(data)
     assert len(tables(data | {"measured": None})) == 5
+
+
+@pytest.mark.parametrize("columns", [120, 80, 60])
+def test_no_number_of_an_anatomy_is_cut_or_has_an_exponent(columns: int) -> None:
+    lengths, name = chosen_lengths(PAPER)
+    question = Question(
+        device=device("B200"), gpus=128, context=131_072, lengths=lengths[:1000], lengths_name=name, slots=65_536
+    )
+    data = anatomy(read_shape("llama-3.1-70b"), question) | {"measured": None}
+    file = io.StringIO()
+    for table in tables(data):
+        Console(file=file, width=columns).print(table)
+    text = file.getvalue()
+    assert "…" not in text and not re.search(r"\de[+-]?\d", text), text
+    assert all(len(line) <= columns for line in text.splitlines())
+    for heading in ("GFLOP", "KV of it", "FLOP/B", "floor ms", "reserved", "internal", "external", "published"):
+        assert heading in text
+    assert f"{data['work_without_cache'][-1]['operations'] / 1e9:,.0f}" in text
+    assert f"{data['decode'][-1]['bytes'] / 1e9:,.0f}" in text
+    assert "1,024,000 GB/s" in " ".join(text.split())
+
+
+def test_the_figures_of_an_anatomy_have_plain_ticks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    labels: dict[str, list[str]] = {}
+    save = Figure.savefig
+
+    def saved(figure: Figure, path: Path, **options: Any) -> None:
+        save(figure, path, **options)
+        axes = figure.axes[0]
+        labels[path.stem] = [t.get_text() for t in (*axes.get_xticklabels(), *axes.get_yticklabels())]
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    data = anatomy(read_shape("llama-3.1-8b"), Question(device=device("H100"))) | {"measured": None}
+    plot_anatomy(data, tmp_path)
+    assert labels.keys() == {"roofline", "work", "kv-share"}
+    for texts in labels.values():
+        assert len(texts) > 6
+        assert all(re.fullmatch(r"−?[\d,.]+", text) for text in texts), texts
 
 
 def test_gpus_together_hold_what_one_cannot() -> None:
