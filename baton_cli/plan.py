@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +20,19 @@ from baton.config import ClusterConfig, load_config, parse_yaml
 from baton.errors import ConfigError
 from baton_cli.output import err, out, print_json
 from baton_cluster.latency import LinkModel
+from baton_experiments.profiles.choice import choose, narrowed, parse_reference
+from baton_experiments.profiles.memory import LEFT
 from baton_experiments.profiles.profile import EngineProfile
 from baton_experiments.records import Slo
 from baton_experiments.report import environment
 from baton_experiments.results import plain
-from baton_experiments.search.candidate import parse_candidate
-from baton_experiments.search.emit import NO_TENSOR_PARALLELISM, cluster_yaml
+from baton_experiments.search.candidate import Candidate, parse_candidate
+from baton_experiments.search.emit import NO_TENSOR_PARALLELISM, cluster_yaml, is_emitted
 from baton_experiments.search.fronts import latency_front, points, total_front
 from baton_experiments.search.planner import Objective, OnProgress, Plan, Planner, Row
 from baton_experiments.search.recorded import read_recorded
 from baton_experiments.search.replay import Replayed, Replayer, ReplayRow
-from baton_experiments.search.study import Load, Study, usable_profiles
+from baton_experiments.search.study import Load, Study, check_question, usable_profiles
 from baton_experiments.simulated import with_settings_of
 from baton_experiments.work import Work
 from baton_experiments.workloads import Lengths, describe, read_trace
@@ -66,6 +70,7 @@ class Options(msgspec.Struct, frozen=True):
     arrivals: str | None = None
     scale_prompt: float = 1.0
     scale_output: float = 1.0
+    max_total_tokens: int | None = None
     max_model_len: int | None = None
     slo_ttft: float = 250.0
     slo_tbt: float = 100.0
@@ -85,11 +90,16 @@ class Options(msgspec.Struct, frozen=True):
     overrides: tuple[str, ...] = ()
 
 
-def run_plan(options: Options, *, folder: Path, emit: Path | None = None, as_json: bool = False) -> int:
-    """Search or replay, show and write what came out; the exit status. Ctrl-C keeps what is known by then."""
+def run_plan(
+    options: Options, *, folder: Path, emit: Path | None = None, force: bool = False, as_json: bool = False
+) -> int:
+    """Search or replay, show and write what came out; the exit status. Ctrl-C keeps what is known by then.
+
+    `force`: `emit` may overwrite what somebody else wrote. Raises ConfigError, if at all, before the search.
+    """
     started = time.monotonic()
+    named = _checked(options, folder, emit, force=force)
     study, notes, described = _study(options)
-    named = [parse_candidate(name) for name in options.candidates]
     for note in notes:
         err.print(note, style="yellow", markup=False)
     settings: dict[str, Any] = {
@@ -123,7 +133,7 @@ def run_plan(options: Options, *, folder: Path, emit: Path | None = None, as_jso
         from baton_experiments.search.plot import plot_plan
 
         plot_plan(found, study.slo, study.share, folder / "pareto.png")
-    emitted = None if emit is None else _emit(emit, found, study, options)
+    emitted = None if emit is None else _emit(emit, found, study, options, force=force)
     if as_json:
         print_json(plain(tree))
     else:
@@ -140,24 +150,55 @@ def run_plan(options: Options, *, folder: Path, emit: Path | None = None, as_jso
 # --- from options to a study ------------------------------------------------------------------------
 
 
+def _checked(options: Options, folder: Path, emit: Path | None, *, force: bool) -> list[Candidate]:
+    """The named candidates. Raises ConfigError for all that is wrong before anything is read or searched."""
+    for option, limit in (("--slo-ttft", options.slo_ttft), ("--slo-tbt", options.slo_tbt)):
+        if not 0 < limit < math.inf:
+            raise ConfigError(option, "must be positive", value=limit, allowed="milliseconds, > 0")
+    check_question(options.attainment, options.definition, options.requests, options.chunks)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError("--out", "is not a folder", value=str(folder))
+    if emit is not None:
+        _check_emit(emit, force=force)
+    elif force:
+        raise ConfigError("--force", "is for --emit")
+    return [parse_candidate(name) for name in options.candidates]
+
+
+def _check_emit(path: Path, *, force: bool) -> None:
+    """Raises ConfigError where no cluster file is to be written."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError("--emit", "is no file in a folder that is there", value=str(path))
+    if force or not path.exists():
+        return
+    try:
+        ours = is_emitted(path.read_text(encoding="utf-8", errors="replace"))
+    except OSError as e:
+        raise ConfigError("--emit", f"cannot be read: {e.strerror or e}", value=str(path)) from None
+    if not ours:
+        problem = "is there already, and `baton plan` did not write it"
+        raise ConfigError("--emit", problem, value=str(path), allowed="another name, or --force")
+
+
 def _study(options: Options) -> tuple[Study, list[str], dict[str, Any]]:
     """The study, what a reader of its result should know, and the work described."""
     profiles, notes = _profiles(options)
     first = next(iter(profiles.values()))
     extra = first.extra_output_tokens
     load, described = _recorded(options) if options.replay is not None else _load(options)
+    config, chunks = _config(options, first)
+    link = _link(options, first, notes)
     if extra:
         load = msgspec.structs.replace(load, outputs=tuple(tokens + extra for tokens in load.outputs))
     if options.replay is None and len(load) < options.requests:
         notes.append(f"the workload has {len(load)} requests; it goes round for the {options.requests} of each rate")
     usable, left_out = usable_profiles(profiles, load.longest, options.kv_tokens_per_gpu)
-    config, chunks = _config(options, first)
     study = Study(
         profiles=usable,
         load=load,
         slo=Slo(options.slo_ttft, options.slo_tbt),
         config=config,
-        link=_link(options, first, notes),
+        link=link,
         share=options.attainment,
         definition=options.definition,
         num_requests=options.requests,
@@ -170,47 +211,55 @@ def _profiles(options: Options) -> tuple[dict[int, EngineProfile], list[str]]:
     """By tensor parallel degree: those that were asked for, else all that the file has and the budget allows."""
     from baton_experiments.profiles.load import list_profiles, load_profile
 
-    path = options.profile
-    have = sorted(
-        {
-            choice.tp
-            for choice in list_profiles(path)
-            if _named(options.model, choice.model) and _named(options.hardware, choice.hardware)
-        }
-    )
-    wanted = options.tps or tuple(have)
-    if missing := [tp for tp in options.tps if tp not in have]:
+    path, asked, tps = _reference(options)
+    names = {key: asked.get(key) for key in ("model", "hardware", "engine")}
+    left = narrowed(list_profiles(path), **names)
+    allowed = ", ".join(str(tp) for tp in sorted({choice.tp for choice in left}))
+    if left and (missing := [tp for tp in tps if tp not in {choice.tp for choice in left}]):
         problem = f"{missing[0]} is not in the profile, and how steps would scale to it cannot be told"
-        raise ConfigError("--tp", problem, allowed=", ".join(map(str, have)) or None)
-    usual = [tp for tp in wanted if tp & (tp - 1) == 0 or tp in options.tps]
-    profiles = {
-        tp: load_profile(path, model=options.model, hardware=options.hardware, tp=tp)
-        for tp in usual
-        if tp <= min(options.gpus, options.gpus_per_node)
-    }
-    if not profiles:
-        if not have:
-            load_profile(path, model=options.model, hardware=options.hardware)  # says what it has
-        smallest = min(wanted)
-        raise ConfigError(
-            "--gpus", f"are too few: the smallest worker of this profile takes {smallest}", value=options.gpus
-        )
-    notes = []
+        raise ConfigError("--tp", problem, allowed=allowed)
+    wanted = [choice for choice in left if not tps or choice.tp in tps]
+    one = choose(wanted or list_profiles(path), Path(path), None, **names)  # says what there is, where it is not one
+    have = sorted({choice.tp for choice in left if choice.but_tp == one.but_tp})
     largest = min(options.gpus, options.gpus_per_node)
+    usual = [tp for tp in have if (tp in tps if tps else tp & (tp - 1) == 0)]
+    profiles = {tp: load_profile(path, **asked, tp=tp) for tp in usual if tp <= largest}
+    if not profiles:
+        option = "--gpus" if options.gpus <= options.gpus_per_node else "--gpus-per-node"
+        smallest = min(usual or have)
+        raise ConfigError(option, f"are too few: the smallest worker of this profile takes {smallest}", value=largest)
+    notes = []
     if len(have) == 1 and largest > 1:
         notes.append(
             f"the profile has tensor parallel degree {have[0]} only: whether another were better cannot be told from it"
         )
-    elif untold := [tp for tp in (1, 2, 4, 8) if tp <= largest and tp not in have and not options.tps]:
+    elif untold := [tp for tp in (1, 2, 4, 8) if tp <= largest and tp not in have and not tps]:
         degrees = " and ".join(map(str, untold))
         notes.append(
             f"the profile does not tell of TP {degrees}, so the search leaves {'them' if untold[1:] else 'it'} out"
         )
+    if options.kv_tokens_per_gpu is None:
+        assumed = (note for profile in profiles.values() for note in profile.notes if note.startswith(LEFT))
+        notes += [f"the profile does not say how much KV fits: {note}" for note in islice(assumed, 1)]
     return profiles, notes
 
 
-def _named(asked: str | None, name: str) -> bool:
-    return asked is None or asked.lower() in name.lower()
+def _reference(options: Options) -> tuple[str, dict[str, Any], tuple[int, ...]]:
+    """Of `--profile` and the options beside it: path, what else `load_profile` takes, degrees that were asked for."""
+    path, asked = parse_reference(options.profile)
+    tps = options.tps
+    for option, key, value in (
+        ("--model", "model", options.model),
+        ("--hardware", "hardware", options.hardware),
+        ("--tp", "tp", tps or None),
+    ):
+        if value is not None and key in asked:
+            raise ConfigError(option, f"is said twice; leave it out, or {key}= in --profile", value=value)
+        if value is not None and key != "tp":
+            asked[key] = value
+    if "tp" in asked:
+        tps = (asked.pop("tp"),)
+    return path, asked, tps
 
 
 def _load(options: Options) -> tuple[Load, dict[str, Any]]:
@@ -229,11 +278,13 @@ def _load(options: Options) -> tuple[Load, dict[str, Any]]:
         arrivals=options.arrivals or "poisson",
         scale_prompt=options.scale_prompt,
         scale_output=options.scale_output,
+        max_total_tokens=options.max_total_tokens,
     )
     count = ROUNDS * options.requests
     if work.is_trace and options.workload is not None and Path(options.workload).is_file():
-        rows = sum(1 for _ in read_trace(options.workload, options.format, skip_malformed=options.skip_malformed))
-        count = max(1, min(count, rows))
+        trace = read_trace(options.workload, options.format, skip_malformed=options.skip_malformed)
+        kept = trace.keep(max_total_tokens=options.max_total_tokens)
+        count = max(1, min(count, sum(1 for _ in kept)))
     work.check(count, (options.seed,))
     stated = {"seed": options.seed, "num_requests": count, "max_model_len": options.max_model_len or UNLIMITED}
     shapes = list(work.of(rate=1.0, **stated))
@@ -256,6 +307,8 @@ def _recorded(options: Options) -> tuple[Load, dict[str, Any]]:
             raise ConfigError("--where", "is not COLUMN=VALUE", value=item)
         where[key] = value
     recorded = read_recorded(options.replay, options.format, where=where)
+    if options.max_total_tokens is not None:
+        recorded = recorded.keep(max_total_tokens=options.max_total_tokens)
     if options.first is not None:
         recorded = recorded.first(options.first)
     if (options.scale_prompt, options.scale_output) != (1.0, 1.0):
@@ -430,9 +483,13 @@ def _replay_tree(replayed: Replayed) -> dict[str, Any]:
     }
 
 
-def _emit(path: Path, found: Plan | Replayed, study: Study, options: Options) -> str:
+def _emit(path: Path, found: Plan | Replayed, study: Study, options: Options, *, force: bool) -> str:
     if found.winner is None:
-        return f"{path} was not written: no candidate keeps the SLO"
+        return f"{path} was not written: no candidate that was simulated keeps the SLO"
+    try:
+        _check_emit(path, force=force)  # again: a search takes its time
+    except ConfigError as e:
+        return f"{path} was not written: {e}"
     row = found.row(found.winner)
     assert row is not None
     profile = next(iter(study.profiles.values()))
@@ -443,8 +500,8 @@ def _emit(path: Path, found: Plan | Replayed, study: Study, options: Options) ->
         model=model,
         cpu_kv_tokens=None if profile.gpus else profile.kv_tokens,
         chunk_tokens=row.chunk_tokens,
+        found=f"for {model} on at most {options.gpus} GPUs",
         comments=(
-            f"Found by `baton plan` for {model} on at most {options.gpus} GPUs:",
             _sentence(found, study),
             "By simulation from the profile named in plan.json; measure before you rely on it.",
         ),
@@ -543,8 +600,14 @@ def _replay_table(replayed: Replayed, slo: str, num_requests: int) -> Table:
 
 def _sentence(found: Plan | Replayed, study: Study) -> str:
     row = found.row(found.winner)
+    share = f"{study.share:.0%}"
     if row is None:
-        return f"No candidate was simulated that keeps the SLO for {study.share:.0%} of the requests."
+        count = sum(r.is_simulated for r in found.rows)
+        if not count:
+            return "No candidate was simulated as a whole, so which one keeps the SLO is not known."
+        which = f"None of the {count} candidates that were" if count > 1 else "The one candidate that was"
+        which += f" simulated {'keeps' if count > 1 else 'does not keep'} the SLO for {share} of the requests"
+        return f"{which}{', at any rate that was tried' if isinstance(found, Plan) else ''}."
     if isinstance(row, ReplayRow):
         return (
             f"{row.name} on {row.gpus} GPUs would have kept the SLO for {row.attainment:.1%} of the requests, "
@@ -552,21 +615,33 @@ def _sentence(found: Plan | Replayed, study: Study) -> str:
         )
     assert isinstance(found, Plan)
     text = (
-        f"{row.name} keeps the SLO for {study.share:.0%} of the requests at up to {row.goodput:.2f}/s "
+        f"{row.name} keeps the SLO for {share} of the requests at up to {row.goodput:.2f}/s "
         f"on {row.gpus} GPUs, {row.per_gpu:.3f}/s per GPU"
     )
-    other = next(
-        (r for r in found.rows if r.is_simulated and r.candidate.is_split != row.candidate.is_split and r.goodput > 0),
-        None,
-    )
+    kind = "colocated" if row.candidate.is_split else "split"
+    others = [r for r in found.rows if r.candidate.is_split != row.candidate.is_split]
+    other = next((r for r in others if r.is_simulated and r.goodput > 0), None)
     if other is None:
-        kind = "colocated" if row.candidate.is_split else "split"
-        return f"{text}; no {kind} placement that was simulated keeps it."
+        return f"{text}; {_no_other(kind, others, interrupted=found.interrupted)}."
     gain = row.per_gpu / other.per_gpu - 1
     if found.objective == "total":
         gain = row.goodput / other.goodput - 1
     what = "per GPU" if found.objective == "per-gpu" else "in all"
-    versus = f"the best {'colocated' if row.candidate.is_split else 'split'} one, {other.name}"
+    versus = f"the best {kind} one, {other.name}"
     if gain <= study.tolerance:
         return f"{text}; {versus}, is within {study.tolerance:.0%} of it, which is what the search tells apart."
     return f"{text}, {gain:.0%} more {what} than {versus}."
+
+
+def _no_other(kind: str, others: Sequence[Row], *, interrupted: bool) -> str:
+    """Why nothing is said of the other kind's goodput."""
+    names = [row.name for row in others if row.is_simulated]
+    if len(names) == 1:
+        return f"{names[0]}, the one {kind} placement that was simulated, does not keep it at any rate that was tried"
+    if names:
+        return f"none of the {len(names)} {kind} placements that were simulated keeps it at any rate that was tried"
+    if interrupted:
+        return f"no {kind} placement was simulated before the search was interrupted"
+    if not others:
+        return f"no {kind} placement is among the candidates"
+    return f"no {kind} placement was simulated, since workers of theirs miss it even without load"

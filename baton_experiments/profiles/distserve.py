@@ -24,7 +24,7 @@ from baton.engine.request import StepPlan
 from baton.errors import ConfigError
 from baton.step_log import StepShape
 from baton_cluster.latency import LinkModel
-from baton_experiments.profiles.choice import ProfileChoice
+from baton_experiments.profiles.choice import UNKNOWN, ProfileChoice
 from baton_experiments.profiles.profile import EngineProfile
 from baton_experiments.profiles.shapes import DECODERS
 from baton_experiments.profiles.tables import header_of, read_rows
@@ -101,7 +101,7 @@ def choices(path: Path, tree: Any) -> list[ProfileChoice]:
     """Of a parsed file. Raises ConfigError for one that is malformed."""
     found = []
     *_, engine = re.split(r"[._]", path.stem)
-    hardware = match[0].upper().replace("_", "-") if (match := _GPU.search(path.stem)) else "unknown"
+    hardware = match[0].upper().replace("_", "-") if (match := _GPU.search(path.stem)) else UNKNOWN
     for model, by_tp in tree.items():
         if not isinstance(by_tp, dict):
             raise ConfigError(str(path), f"{model}: holds no profiles by tensor parallel degree")

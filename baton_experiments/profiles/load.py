@@ -12,13 +12,18 @@ Formats are told by content, not by name. Must not know clusters.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from baton.errors import ConfigError
 from baton_experiments.profiles import aiconfigurator, distserve, fitted, llmservingsim, splitwise
 from baton_experiments.profiles.choice import ProfileChoice, choose
+from baton_experiments.profiles.memory import TOO_LARGE, USABLE, kv_note, kv_tokens_that_fit, memory_gib
 from baton_experiments.profiles.profile import EngineProfile
+from baton_experiments.profiles.shapes import DECODERS
 
 BATON = "baton"
 CONVENTIONS = {"distserve": distserve.FORMAT, "splitwise": splitwise.FORMAT}
@@ -51,9 +56,11 @@ def load_profile(
     A part of a name is enough where no other is that: `opt-13b`.
 
     `conventions`: with what the simulator of the profile's authors does besides (`CONVENTIONS`). `gpu_memory_gib`: of
-    one GPU, where neither profile nor hardware tells. Raises ConfigError, which names the choices, or file, place and
-    reason.
+    one GPU, where neither profile nor hardware tells. How much KV fits, where the profile does not tell, is what the
+    weights of a known model leave of it. Raises ConfigError, which names the choices, or file, place and reason.
     """
+    if gpu_memory_gib is not None and not gpu_memory_gib > 0:
+        raise ConfigError("gpu_memory_gib", "must be positive", value=gpu_memory_gib, allowed="> 0")
     path = Path(path)
     choice = choose(list_profiles(path), path, tp, model=model, hardware=hardware, engine=engine)
     if conventions is not None:
@@ -64,6 +71,10 @@ def load_profile(
             raise ConfigError(
                 "conventions", f"are for profiles of {of}, this one is of {choice.format}", value=conventions
             )
+    return _with_kv(_read(choice, conventions, gpu_memory_gib), gpu_memory_gib)
+
+
+def _read(choice: ProfileChoice, conventions: str | None, gpu_memory_gib: float | None) -> EngineProfile:
     match choice.format:
         case distserve.FORMAT:
             return distserve.read(choice, conventions=conventions)
@@ -75,6 +86,21 @@ def load_profile(
             return aiconfigurator.read(choice)
         case _:
             return fitted.profile_of(_json(choice.path), str(choice.path))
+
+
+def _with_kv(profile: EngineProfile, gib: float | None) -> EngineProfile:
+    """`kv_tokens` from model and memory where the profile has none; as it is where these do not tell either."""
+    model = DECODERS.get(profile.model)
+    if profile.kv_tokens is not None or model is None or profile.gpus < 1:
+        return profile
+    try:
+        gib = memory_gib(profile.hardware) if gib is None else gib
+    except ConfigError:
+        return profile
+    tokens, note = None, f"{TOO_LARGE} in {USABLE:g} of {gib:g} GiB a GPU"
+    with suppress(ConfigError):
+        tokens, note = kv_tokens_that_fit(model, gib * profile.gpus, profile.kv_bytes_per_token), kv_note(gib)
+    return msgspec.structs.replace(profile, kv_tokens=tokens, notes=(*profile.notes, note))
 
 
 def _in_folder(path: Path) -> list[ProfileChoice]:

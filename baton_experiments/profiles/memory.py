@@ -10,15 +10,20 @@ from baton_experiments.profiles.shapes import Decoder
 
 USABLE = 0.9
 """Of a GPU's memory: vLLM's default, for weights and KV cache together."""
-_GIB = re.compile(r"(\d+)\s*gb", re.IGNORECASE)
+_GIB = (re.compile(r"(\d+)\s*gb", re.IGNORECASE), re.compile(r"(?<=[-_ ])(\d+)g\b", re.IGNORECASE))
+"""As names say it: `h100-80gb`, else `A100-80G`."""
+LEFT = "the KV cache has what"
+TOO_LARGE = "the weights do not fit"
+"""How notes of profiles begin whose `kv_tokens` come from here, or cannot."""
 _ELSEWHERE = {"RTXPRO6000": 96.0}
 """NVIDIA RTX PRO 6000 Blackwell datasheet."""
 
 
 def memory_gib(hardware: str) -> float:
     """Of one GPU: in its name, or known. Raises ConfigError where it is neither."""
-    if match := _GIB.search(hardware):
-        return float(match[1])
+    for pattern in _GIB:
+        if match := pattern.search(hardware):
+            return float(match[1])
     known = DEVICES.get(hardware.lower())
     gib = _ELSEWHERE.get(hardware) or (known.memory_gib if known else None)
     if gib is None:
@@ -28,7 +33,7 @@ def memory_gib(hardware: str) -> float:
 
 def kv_note(gib: float) -> str:
     """What `kv_tokens_that_fit` assumes of GPUs with so much memory, for a profile's notes."""
-    return f"the KV cache has what {USABLE:g} of {gib:g} GiB a GPU leave beside the weights"
+    return f"{LEFT} {USABLE:g} of {gib:g} GiB a GPU leave beside the weights"
 
 
 def kv_tokens_that_fit(shape: Decoder, gib: float, kv_bytes_per_token: int) -> int:

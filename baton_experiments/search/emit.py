@@ -11,10 +11,17 @@ import yaml
 from baton.config import ClusterConfig, EngineConfig, RouterConfig, TransferConfig, parse_config
 from baton_experiments.search.candidate import Candidate
 
+EMITTED = "Found by `baton plan`"
+"""How the first comment begins, by which a file is known as one that nobody wrote by hand."""
 NO_TENSOR_PARALLELISM = (
     "the engine has no tensor parallelism yet: Ray will reserve all GPUs of such a worker, and only one is "
     "used; plan with --tp 1 what is to run today"
 )
+
+
+def is_emitted(text: str) -> bool:
+    """Whether `cluster_yaml` wrote it."""
+    return text.startswith(f"# {EMITTED}")
 
 
 def cluster_yaml(
@@ -23,12 +30,14 @@ def cluster_yaml(
     config: ClusterConfig,
     model: str,
     chunk_tokens: int,
-    comments: Sequence[str],
+    found: str,
+    comments: Sequence[str] = (),
     cpu_kv_tokens: int | None = None,
 ) -> str:
     """A cluster file that `baton up` reads: the candidate's pools, and its simulation's settings that are not default.
 
-    `cpu_kv_tokens`: workers are CPU cores whose KV cache holds so many. Raises ConfigError if it would not be valid.
+    `found`: for what, in words. `cpu_kv_tokens`: workers are CPU cores whose KV cache holds so many. Raises ConfigError
+    if it would not be valid.
     """
     engine = _changed(config.engine, EngineConfig()) | {"max_batch_tokens": chunk_tokens}
     pools: dict[str, Any] = {}
@@ -49,7 +58,7 @@ def cluster_yaml(
         tree["model"]["max_model_len"] = config.model.max_model_len
     tree = {key: value for key, value in tree.items() if value}
     parse_config(tree)
-    notes = list(comments)
+    notes = [f"{EMITTED} {found}:", *comments]
     if any(pool.tp > 1 for pool in candidate.pools.values()):
         notes.append(f"Note: {NO_TENSOR_PARALLELISM}.")
     lines = [f"# {line}" for note in notes for line in textwrap.wrap(note, 110)]

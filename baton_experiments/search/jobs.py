@@ -6,6 +6,7 @@ sent its curve. Chains go on independently of each other, and what one finds doe
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import queue
 import signal
@@ -20,20 +21,25 @@ from baton_experiments.search.study import Study
 
 ALONE_REQUESTS = 200
 """That run one at a time, to tell what no rate can undercut."""
+IN_DOUBT = 4
+"""So many times as many where these do not tell on which side of the share that is wanted the others are."""
 COARSE_TOLERANCE = 0.2
 COARSE_STEP = 2.0
 START = {"prefill": 0.7, "decode": 16.0, "whole": 4.0}
 """First rate that is tried, in requests that run one after another: steps take many requests at a time."""
-LOWEST = 0.2
-"""In the same: what misses the SLO here is not run at lower rates, as hardly any two requests would meet."""
+UNLIKELY = 0.2
+"""In the same: the only rate that is tried where requests that run alone miss the SLO, if by little."""
+LOWEST = 0.02
+"""Where they keep it. In requests one after another, each as long as nine of ten are alone: the lowest rate that is
+run, at which hardly any two meet. Few of those alone may be late by themselves, and queueing then has little room."""
 WARM_UP = 1.5
 """In p90 latencies of requests that run alone; under load they take longer."""
-SURE = 0.1
-"""A share that is missed by more, among the requests that run alone, is not missed by chance."""
+SURE = 3.0
+"""In standard errors of a share: one that is missed by more, among the requests that run alone, is not so by chance."""
 PHASE_TOLERANCE = 2.0
 """Of a phase by itself, in those of the whole: it leads to estimates only."""
 FAR = 8.0
-"""A guess is never so many times too high, unless next to nothing keeps the SLO."""
+"""Lower rates than a guess are run down to so much less at least, though `LOWEST` be higher."""
 KNEE = 0.85
 """Of the goodput: one more rate, where attainment begins to fall."""
 
@@ -65,30 +71,50 @@ def perform(study: Study, task: Task) -> Curve:
     outcomes: dict[float, Outcome] = {}
     guess, warmup_s = task.guess, task.warmup_s
     tolerance = study.tolerance * (1 if task.setup.phase == "whole" else PHASE_TOLERANCE)
+    workers = sum(pool.workers for pool in task.setup.candidate.pools.values())
     if guess is None or warmup_s is None:
-        alone = run_alone(study, task.setup, num_requests=min(ALONE_REQUESTS, num_requests))
+        alone = _alone(study, task.setup)
         warmup_s = WARM_UP * alone.latency_s
         outcomes[0.0] = alone
-        if alone.good < study.share - SURE:
+        if alone.good < study.share - _by_chance(study, alone.requests):
             return Curve(task.setup, 0.0, (alone,), warmup_s)
         coarse: dict[float, Outcome] = {}
-        workers = sum(pool.workers for pool in task.setup.candidate.pools.values())
         one_by_one = workers / alone.busy_s_per_request
-        keeps_coarsely = _keeper(study, task.setup, coarse, max(ALONE_REQUESTS, num_requests // 8), warmup_s)
-        start = (START[task.setup.phase] if keeps(study, alone) else LOWEST) * one_by_one
-        found, _ = highest_rate(
-            keeps_coarsely, start, tolerance=COARSE_TOLERANCE, step=COARSE_STEP, lowest=LOWEST * one_by_one
-        )
+        few = max(ALONE_REQUESTS, alone.requests, num_requests // 8)
+        keeps_coarsely = _keeper(study, task.setup, coarse, few, warmup_s)
+        start = lowest = UNLIKELY * one_by_one
+        if keeps(study, alone):
+            start, lowest = START[task.setup.phase] * one_by_one, _lowest(workers, warmup_s)
+        found, _ = highest_rate(keeps_coarsely, start, tolerance=COARSE_TOLERANCE, step=COARSE_STEP, lowest=lowest)
         outcomes |= {rate: o for rate, o in coarse.items() if rate < found * KNEE}
         if task.kind == "coarse" or not found:
             every = {0.0: alone} | coarse
             return Curve(task.setup, found, tuple(every[rate] for rate in sorted(every)), warmup_s)
         guess = found
     keeps_it = _keeper(study, task.setup, outcomes, num_requests, warmup_s)
-    goodput, _ = highest_rate(keeps_it, guess, tolerance=tolerance, step=1 + 2 * tolerance, lowest=guess / FAR)
+    lowest = min(guess / FAR, _lowest(workers, warmup_s))
+    goodput, _ = highest_rate(keeps_it, guess, tolerance=tolerance, step=1 + 2 * tolerance, lowest=lowest)
     if task.with_knee and goodput and not any(KNEE * 0.9 < o / goodput < 0.97 for o in outcomes):
         keeps_it(KNEE * goodput)
     return Curve(task.setup, goodput, tuple(outcomes[rate] for rate in sorted(outcomes)), warmup_s)
+
+
+def _alone(study: Study, setup: Setup) -> Outcome:
+    """Of some requests; of more where chance in who they are could decide whether the share is kept."""
+    few = min(ALONE_REQUESTS, study.num_requests)
+    alone = run_alone(study, setup, num_requests=few)
+    if study.num_requests > few and abs(alone.good - study.share) < _by_chance(study, few):
+        return run_alone(study, setup, num_requests=min(IN_DOUBT * few, study.num_requests))
+    return alone
+
+
+def _by_chance(study: Study, count: int) -> float:
+    """How far a share among so many requests may be off that of all."""
+    return SURE * math.sqrt(study.share * (1 - study.share) / count)
+
+
+def _lowest(workers: int, warmup_s: float) -> float:
+    return LOWEST * workers * WARM_UP / warmup_s
 
 
 def keeps(study: Study, outcome: Outcome) -> bool:

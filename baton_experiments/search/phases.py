@@ -118,6 +118,11 @@ def _between(role: str, pool: Pool, curves: Curves) -> Callable[[float], float] 
     return lambda rate: shape.at(rate / goodput)
 
 
+def of_pool(role: str, tp: int, curves: Curves) -> list[Curve]:
+    """Those of this pool by itself, with any number of workers."""
+    return list(_simulated(role, tp, curves).values())
+
+
 def _simulated(role: str, tp: int, curves: Curves) -> dict[int, Curve]:
     """By number of workers, of those that have only this pool."""
     found = {}

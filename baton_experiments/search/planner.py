@@ -10,7 +10,7 @@ All runs have the same requests, in the same order, stretched in time. Ctrl-C en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -19,7 +19,7 @@ from baton.errors import ConfigError
 from baton_experiments.search.baselines import Baseline, high_affinity, low_affinity
 from baton_experiments.search.candidate import Candidate, Pool, all_candidates, sampled_counts
 from baton_experiments.search.jobs import Chain, Runner, Task, drive, keeps, runner_of
-from baton_experiments.search.phases import Curve, closest, estimate
+from baton_experiments.search.phases import Curve, closest, estimate, of_pool
 from baton_experiments.search.run import Outcome, Setup
 from baton_experiments.search.study import Study
 
@@ -123,6 +123,8 @@ class Planner:
         self._chunks: dict[tuple[str, int], int] = {}
         """The best step budget by role and degree, found with one worker."""
         self._warmup_s: dict[tuple[str, int], float] = {}
+        self._alone: dict[tuple[str, int], Outcome] = {}
+        """What came of requests that had such a worker to themselves, by role and degree."""
         self._tps = [tp for tp in sorted(study.profiles) if tp <= min(max_gpus, gpus_per_node)]
         self._candidates = list(named) or all_candidates(self._tps, max_gpus)
         self._named = bool(named)
@@ -177,7 +179,8 @@ class Planner:
             guess, warmup_s = found[chunk].goodput or None, found[chunk].warmup_s
             self._curves[_phase(role, Pool(1, tp))] = found[chunk]
             self._rough.add(_phase(role, Pool(1, tp)))
-            if guess is None and not self._keeps_alone(found[chunk]):
+            self._note_alone(role, tp, found[chunk])
+            if guess is None and not self._keeps_alone(role, tp):
                 return
         self._chunks[role, tp] = chunk
         before = 1
@@ -193,16 +196,29 @@ class Planner:
             self._keep(_phase(role, pool), curve)
             guess, warmup_s, before = curve.goodput or None, curve.warmup_s, workers
             self._warmup_s[role, tp] = warmup_s
-            if guess is None and not self._keeps_alone(curve):
+            self._note_alone(role, tp, curve)
+            if guess is None and not self._keeps_alone(role, tp):
                 return
 
     def _keep(self, candidate: Candidate, curve: Curve) -> None:
         self._curves[candidate] = curve
         self._rough.discard(candidate)
 
-    def _keeps_alone(self, curve: Curve) -> bool:
+    def _note_alone(self, role: str, tp: int, curve: Curve) -> None:
+        if curve.alone is not None:
+            self._alone[role, tp] = curve.alone
+
+    def _keeps_alone(self, role: str, tp: int) -> bool:
         """Whether more workers may do what one cannot: without load it keeps the SLO."""
-        return curve.alone is None or keeps(self._study, curve.alone)
+        alone = self._alone.get((role, tp))
+        return alone is not None and keeps(self._study, alone)
+
+    def _may_keep(self, candidate: Candidate) -> bool:
+        """Whether each of its phases keeps the SLO by itself, at some rate or at least without load."""
+        return all(
+            self._keeps_alone(role, pool.tp) or any(c.goodput > 0 for c in of_pool(role, pool.tp, self._curves))
+            for role, pool in candidate.pools.items()
+        )
 
     def _run_whole(self, runner: Runner) -> None:
         """Joint simulations, always of the candidate that promises most, until none promises more than was found."""
@@ -210,6 +226,7 @@ class Planner:
             self._drive([self._whole(candidate) for candidate in self._candidates], runner)
             return
         wanted = list({b.candidate: None for b in self._baselines()})
+        wanted += self._unheard(wanted)
         self._total += WEIGHTS["whole"] * len(wanted)
         self._drive([self._whole(candidate) for candidate in wanted], runner)
         left = self._confirm
@@ -218,6 +235,23 @@ class Planner:
             left -= len(batch)
         self._total = self._done
         self._on_progress(self._done, self._total, "done")
+
+    def _unheard(self, wanted: Sequence[Candidate]) -> list[Candidate]:
+        """The one that promises most of a kind, split or colocated, of which nothing is simulated as a whole.
+
+        An estimate of nothing does not mean that nothing is kept: where requests are late in one phase the same ones
+        may be late in the other. So neither kind is said to miss the SLO by estimates alone.
+        """
+        heard = {c.is_split for c in [*wanted, *self._curves] if _is_whole(c) and c not in self._rough}
+        best: dict[bool, tuple[tuple[float, ...], Candidate]] = {}
+        for candidate in self._candidates:
+            expected = estimate(candidate, self._curves, self._study.share)
+            if candidate.is_split in heard or expected is None or not self._may_keep(candidate):
+                continue
+            values = (self._value(candidate, rate) for rate in (expected.goodput, expected.phase_goodput))
+            found = (*values, candidate.gpus), candidate
+            best[candidate.is_split] = max(best.get(candidate.is_split, found), found)
+        return [candidate for _, candidate in best.values()]
 
     def _whole(self, candidate: Candidate) -> Chain:
         expected = estimate(candidate, self._curves, self._study.share)
@@ -239,7 +273,7 @@ class Planner:
             if _is_whole(candidate) and candidate not in self._rough:
                 best = max(best, self._value(candidate, curve.goodput))
                 expected = estimate(candidate, self._curves, self._study.share)
-                if candidate.is_split and expected and expected.goodput:
+                if candidate.is_split and expected and expected.goodput and curve.goodput:
                     ratios.append(curve.goodput / expected.goodput)
         if ratios:
             optimism = max(ratios)
@@ -342,10 +376,8 @@ class Planner:
 
     def _require_attainable(self) -> None:
         """Raises ConfigError if nothing keeps the SLO even where requests run alone, and says how much is missing."""
-        works = {role for c, curve in self._curves.items() if curve.goodput > 0 for role in c.pools}
-        if "both" in works or {"prefill", "decode"} <= works:
-            return
-        raise ConfigError("--slo-ttft, --slo-tbt", unattainable(self._study, list(self._curves.values())))
+        if not any(map(self._may_keep, self._candidates)):
+            raise ConfigError("--slo-ttft, --slo-tbt", unattainable(self._study, self._alone))
 
 
 def require_fitting(candidates: Sequence[Candidate], study: Study, max_gpus: int) -> None:
@@ -365,8 +397,8 @@ def require_fitting(candidates: Sequence[Candidate], study: Study, max_gpus: int
                 raise ConfigError("--candidate", problem, value=candidate.name, allowed=f"TP {have}")
 
 
-def unattainable(study: Study, curves: Sequence[Curve]) -> str:
-    """Which part of the SLO no placement keeps without load, and by how much."""
+def unattainable(study: Study, alone: Mapping[tuple[str, int], Outcome]) -> str:
+    """Which part of the SLO no placement keeps without load, and by how much. `alone`: by role and degree."""
     share = f"{study.share:.0%}"
     problems = []
     for what, limit, roles in (
@@ -374,12 +406,10 @@ def unattainable(study: Study, curves: Sequence[Curve]) -> str:
         ("TPOT", study.slo.tbt_ms, ("decode", "both")),
     ):
         best: tuple[float, str] | None = None
-        for curve in curves:
-            outcome = curve.alone or (curve.outcomes[0] if curve.outcomes else None)
-            times = outcome and (outcome.ttft_ms if what == "TTFT" else outcome.tpot_ms)
-            role, pool = next(iter(curve.setup.candidate.pools.items()))
+        for (role, tp), outcome in alone.items():
+            times = outcome.ttft_ms if what == "TTFT" else outcome.tpot_ms
             if times and role in roles:
-                found = times["promised"], f"TP {pool.tp}"
+                found = times["promised"], f"TP {tp}"
                 best = found if best is None else min(best, found)
         if best is not None and best[0] > limit:
             over = best[0] - limit

@@ -13,6 +13,8 @@ import msgspec
 from baton.config import ClusterConfig
 from baton.errors import ConfigError
 from baton_cluster.latency import LinkModel
+from baton_experiments.profiles.choice import UNKNOWN
+from baton_experiments.profiles.memory import TOO_LARGE
 from baton_experiments.profiles.profile import EngineProfile
 from baton_experiments.records import Slo
 from baton_experiments.workloads import RequestShape
@@ -111,21 +113,28 @@ class Study(msgspec.Struct, frozen=True):
     """Step budgets to choose from, for each tensor parallel degree."""
 
     def __post_init__(self) -> None:
-        if self.definition not in DEFINITIONS:
-            raise ConfigError("--definition", "is unknown", value=self.definition, allowed=", ".join(DEFINITIONS))
-        if not 0 < self.share < 1:
-            raise ConfigError("--attainment", "is no share", value=self.share, allowed="between 0 and 1, such as 0.9")
-        if self.num_requests < MIN_REQUESTS:
-            raise ConfigError("--requests", "are too few", value=self.num_requests, allowed=f">= {MIN_REQUESTS}")
+        check_question(self.share, self.definition, self.num_requests, self.chunk_tokens)
+        if not self.chunk_tokens:
+            raise ConfigError("--chunk-tokens", "are needed")
         if not 0 < self.tolerance < 1:
             raise ConfigError("tolerance", "is no share", value=self.tolerance, allowed="between 0 and 1")
-        if not self.chunk_tokens or min(self.chunk_tokens) < 1:
-            raise ConfigError("--chunk-tokens", "must be positive", value=list(self.chunk_tokens))
 
     def kv_tokens(self, tp: int) -> int:
         tokens = self.profiles[tp].kv_tokens
         assert tokens is not None, "profiles without are refused"
         return tokens
+
+
+def check_question(share: float, definition: str, num_requests: int, chunk_tokens: Sequence[int]) -> None:
+    """What can be told without profiles and work. Raises ConfigError."""
+    if definition not in DEFINITIONS:
+        raise ConfigError("--definition", "is unknown", value=definition, allowed=", ".join(DEFINITIONS))
+    if not 0 < share < 1:
+        raise ConfigError("--attainment", "is no share", value=share, allowed="between 0 and 1, such as 0.9")
+    if num_requests < MIN_REQUESTS:
+        raise ConfigError("--requests", "are too few", value=num_requests, allowed=f">= {MIN_REQUESTS}")
+    if any(tokens < 1 for tokens in chunk_tokens):
+        raise ConfigError("--chunk-tokens", "must be positive", value=list(chunk_tokens), allowed=">= 1")
 
 
 def usable_profiles(
@@ -135,22 +144,32 @@ def usable_profiles(
 
     `kv_tokens_per_gpu` in place of what profiles say. Raises ConfigError if none is left.
     """
-    usable, notes = {}, []
+    usable = {}
+    reasons: dict[str, list[str]] = {}
     for tp, profile in sorted(profiles.items()):
         if kv_tokens_per_gpu is not None:
             profile = msgspec.structs.replace(profile, kv_tokens=kv_tokens_per_gpu * tp)
         if profile.kv_tokens is None:
-            notes.append(f"TP {tp} left out: {profile.name} does not say how much KV cache it holds")
+            reasons.setdefault(_why_unknown(profile), []).append(str(tp))
         elif profile.kv_tokens < longest:
-            notes.append(
-                f"TP {tp} left out: its KV cache holds {profile.kv_tokens:,} tokens, the longest request {longest:,}"
-            )
+            reason = f"its KV cache holds {profile.kv_tokens:,} tokens, the longest request {longest:,}"
+            reasons.setdefault(reason, []).append(str(tp))
         else:
             usable[tp] = profile
+    notes = [f"TP {', '.join(tps)} left out: {reason}" for reason, tps in reasons.items()]
     if not usable:
         raise ConfigError(
             "--profile",
             f"has nothing that can serve this work: {'; '.join(notes)}",
-            allowed="--max-model-len to cut long requests, --kv-tokens-per-gpu where the profile does not tell",
+            allowed="--max-model-len to cut long requests; where the profile does not tell, --kv-tokens-per-gpu, or "
+            "--profile FILE,gpu_memory_gib=80 for a model whose size is known here",
         )
     return usable, notes
+
+
+def _why_unknown(profile: EngineProfile) -> str:
+    """How much KV cache it holds."""
+    if large := next((note for note in profile.notes if note.startswith(TOO_LARGE)), None):
+        return large
+    nor = ", nor its file's name (as profiler-a100-80g.vllm.json does) on what hardware"
+    return f"the profile does not say how much KV cache a worker holds{nor if profile.hardware == UNKNOWN else ''}"

@@ -14,6 +14,7 @@ import pytest
 from baton.errors import ConfigError
 from baton_cluster.latency import LinkModel
 from baton_experiments.anatomy.devices import device
+from baton_experiments.profiles.choice import parse_reference
 from baton_experiments.profiles.fitted import FittedLatency, profile_tree
 from baton_experiments.profiles.links import read_link
 from baton_experiments.profiles.llmservingsim import AttentionGrid, LayeredLatency
@@ -71,6 +72,7 @@ def test_what_a_gpu_holds_beside_the_weights() -> None:
     assert llama.kv_bytes_per_token == 131_072
     assert kv_tokens_that_fit(llama, 80, llama.kv_bytes_per_token) == (72 * 2**30 - 16_060_000_000) // 131_072
     assert (memory_gib("h100-80gb"), memory_gib("NVIDIA A100 40GB"), memory_gib("RTXPRO6000")) == (80, 40, 96)
+    assert (memory_gib("A100-80G"), memory_gib("A100 MIG 1g.10gb")) == (80, 10)
     with pytest.raises(ConfigError, match="gpu_memory_gib"):
         memory_gib("abacus")
     with pytest.raises(ConfigError, match="more GPUs"):
@@ -105,7 +107,41 @@ def test_distserves_lines(tmp_path: Path) -> None:
     assert step_ms((9, 1), (19, 1), (0, 1)) == pytest.approx(8 + 0.125 * 31 + 4.0 * 3)
     # Both: the fixed part once.
     assert step_ms((0, 4), (9, 1)) == pytest.approx(20 + 0.5 * 4 + 0.25 * 16 + 0.125 * 10 + 1.0)
-    assert load_profile(tmp_path / "profiler-a100-80g.vllm.json", tp=2).kv_tokens is None  # the table does not say
+    # The table does not say: what is left of two GPUs of 80 GiB.
+    both = load_profile(tmp_path / "profiler-a100-80g.vllm.json", tp=2)
+    assert both.kv_tokens == (int(0.9 * 160 * 2**30) - 25_700_000_000) // 819_200
+    assert any("0.9 of 80 GiB" in note for note in both.notes)
+
+
+def test_kv_that_a_profile_does_not_tell_follows_from_model_and_memory(tmp_path: Path) -> None:
+    tree = {model: {"1": LINES} for model in ("facebook/opt-13b", "facebook/opt-66b")}
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(tree))
+    unknown = load_profile(path, model="opt-13b")
+    assert (unknown.hardware, unknown.kv_tokens) == ("unknown", None)
+    assert (
+        load_profile(path, model="opt-13b", gpu_memory_gib=80).kv_tokens
+        == (int(0.9 * 80 * 2**30) - 25_700_000_000) // 819_200
+    )
+    too_large = load_profile(path, model="opt-66b", gpu_memory_gib=80)
+    assert too_large.kv_tokens is None
+    assert any("weights do not fit" in note for note in too_large.notes)
+    with pytest.raises(ConfigError, match="gpu_memory_gib: must be positive"):
+        load_profile(path, model="opt-13b", gpu_memory_gib=0)
+
+
+def test_how_a_user_names_a_profile(tmp_path: Path) -> None:
+    assert parse_reference("a.json") == ("a.json", {})
+    assert parse_reference("a.json,model=facebook/opt-13b,tp=2,gpu_memory_gib=80") == (
+        "a.json",
+        {"model": "facebook/opt-13b", "tp": 2, "gpu_memory_gib": 80.0},
+    )
+    comma = tmp_path / "a,tp=b.json"
+    comma.write_text("{}")
+    assert parse_reference(str(comma)) == (str(comma), {})
+    for text, problem in (("a.json,tps=1", "allowed: keys model"), ("a.json,tp", "PATH,KEY"), ("a,tp=x", "no number")):
+        with pytest.raises(ConfigError, match=problem):
+            parse_reference(text)
 
 
 def test_conventions_of_distserves_simulator(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from baton.config import parse_config
 from baton.engine.request import StepPlan
 from baton.errors import ConfigError
 from baton_cli.main import app
+from baton_cli.plan import _sentence
 from baton_cluster.latency import LatencyModel, LinkModel
 from baton_cluster.logs import _FORMAT, JsonFormatter
 from baton_experiments.columns import Columns
@@ -26,18 +27,20 @@ from baton_experiments.goodput import DEFINITIONS
 from baton_experiments.profiles.profile import EngineProfile
 from baton_experiments.records import RequestRecord, Slo
 from baton_experiments.results import write_records
+from baton_experiments.search import plot
 from baton_experiments.search.baselines import high_affinity, low_affinity
 from baton_experiments.search.candidate import Candidate, Pool, all_candidates, parse_candidate, sampled_counts
-from baton_experiments.search.emit import cluster_yaml
+from baton_experiments.search.emit import cluster_yaml, is_emitted
 from baton_experiments.search.fronts import latency_front, pareto, points, total_front
+from baton_experiments.search.jobs import Task, perform
 from baton_experiments.search.phases import Curve, estimate
-from baton_experiments.search.planner import Plan, Planner
+from baton_experiments.search.planner import Plan, Planner, Row
 from baton_experiments.search.rates import Attainment, crossing, highest_rate, neighbours
 from baton_experiments.search.recorded import read_recorded
 from baton_experiments.search.replay import Replayer
 from baton_experiments.search.run import Outcome, Setup, _Judge, run_alone, run_at
 from baton_experiments.search.study import Load, Study, usable_profiles
-from baton_experiments.workloads import Constant, Fixed, RequestShape, TokenLengths, TraceError, generate
+from baton_experiments.workloads import Constant, Fixed, Poisson, RequestShape, TokenLengths, TraceError, generate
 
 PROMPT, OUTPUT, SLOTS = 100, 11, 8
 PREFILL_S, DECODE_S = 1e-3, 8 / 300
@@ -379,6 +382,82 @@ def test_what_cannot_be_planned_is_said() -> None:
         study(definition="splitwise")
 
 
+def late_alone(every: int, **changes: Any) -> Study:
+    """One prompt of `every` is late even alone, and any other is after 9 ms in a queue."""
+    lengths = TokenLengths(Fixed(PROMPT), Fixed(OUTPUT))
+    shapes = list(generate(Poisson(1.0), lengths, seed=3, num_requests=300))
+    for i in range(0, len(shapes), every):
+        shapes[i] = msgspec.structs.replace(shapes[i], prompt_tokens=2 * PROMPT)
+    return study(load=Load.of(shapes), slo=Slo(109, 150), num_requests=150, **changes)
+
+
+def test_a_goodput_far_below_what_a_worker_could_do_is_found() -> None:
+    # Requests that come one after another leave a prefill worker idle until 10/s; here it has to be so nine times in
+    # ten, as 4 of the 10 in a hundred that may be late are late anyway.
+    curve = perform(late_alone(25), Task(Setup(Candidate(prefill=Pool(1)), 400), "search"))
+    assert curve.alone is not None and curve.alone.good == pytest.approx(0.96)
+    assert 0.2 < curve.goodput < 1.5
+    assert all(o.rate > curve.goodput for o in curve.outcomes if o.stopped)
+    # Where they are late alone it is given up soon.
+    assert len(perform(late_alone(8), Task(Setup(Candidate(prefill=Pool(1)), 400), "search")).outcomes) <= 2
+
+
+def test_placements_of_both_kinds_are_simulated_where_little_is_kept() -> None:
+    plan = Planner(late_alone(25), max_gpus=2, confirm=1).run()
+    simulated = {row.name: row.goodput for row in plan.rows if row.is_simulated}
+    assert 0.2 < simulated["split:1+1"] < 1.5
+    assert any(name.startswith("colocated") for name in simulated)
+
+
+def test_only_what_is_missed_without_load_is_said_to_be() -> None:
+    planner = Planner(study(), max_gpus=2, named=[parse_candidate("split:1+1")])
+    planner._curves.update(curves({Pool(1): 0.0}, {Pool(1): 30.0}))
+    planner._alone["prefill", 1] = Outcome(0.0, 100, 0.91)
+    planner._require_attainable()
+    planner._alone["prefill", 1] = Outcome(0.0, 100, 0.89)
+    with pytest.raises(ConfigError, match="cannot be kept"):
+        planner._require_attainable()
+
+
+def test_a_kind_without_an_algorithms_placement_is_simulated_too() -> None:
+    planner = Planner(study(), max_gpus=6)
+    # Four prefill workers keep what one does not, so DistServe's algorithms place nothing.
+    planner._curves.update(curves({Pool(4): 20.0}, {Pool(1): 30.0}))
+    assert planner._baselines() == []
+    assert planner._unheard([]) == [Candidate(Pool(3), Pool(1))]
+    assert planner._unheard([Candidate(Pool(1), Pool(1))]) == []
+
+
+def test_a_placement_that_keeps_nothing_does_not_end_the_search() -> None:
+    planner = Planner(study(), max_gpus=3)
+    planner._curves.update(curves({Pool(1): 10.0}, {Pool(1): 30.0}))
+    nothing = Candidate(Pool(2), Pool(1))
+    planner._curves[nothing] = Curve(Setup(nothing, 400), 0.0, (Outcome(1.0, 100, 0.5),))
+    assert planner._most_promising(1) == [Candidate(Pool(1), Pool(1))]
+
+
+def test_a_sentence_says_what_was_simulated() -> None:
+    def row(name: str, goodput: float, *, is_simulated: bool = True) -> Row:
+        candidate = parse_candidate(name)
+        return Row(candidate, candidate.gpus, goodput, None, is_simulated, 400, None, None, None, "")
+
+    def sentence(*rows: Row, interrupted: bool = False) -> str:
+        able = [r.candidate for r in rows if r.is_simulated and r.goodput > 0]
+        return _sentence(Plan(rows, able[0] if able else None, "per-gpu", (), (), interrupted), study())
+
+    first, other = row("colocated:2", 4.0), row("split:1+1", 0.0)
+    estimated = row("split:1+1", 1.0, is_simulated=False)
+    assert "100% more per GPU than the best split one, split:1+1" in sentence(first, row("split:1+1", 2.0))
+    assert "split:1+1, the one split placement that was simulated, does not keep it" in sentence(first, other)
+    assert "none of the 2 split placements that were" in sentence(first, other, row("split:2+1", 0.0), estimated)
+    assert "no split placement was simulated, since workers of theirs miss it" in sentence(first, estimated)
+    assert "no split placement was simulated before" in sentence(first, estimated, interrupted=True)
+    assert "no split placement is among the candidates" in sentence(first)
+    assert "No candidate was simulated as a whole" in sentence(estimated)
+    assert "The one candidate that was simulated does not keep the SLO" in sentence(other)
+    assert "None of the 2 candidates" in sentence(other, row("split:2+1", 0.0))
+
+
 def test_profiles_whose_memory_is_too_small_are_left_out() -> None:
     profiles = {1: profile(TwoPhases(), 1, 100), 2: profile(TwoPhases(), 2, 500), 4: profile(TwoPhases(), 4, None)}
     usable, notes = usable_profiles(profiles, 200)
@@ -476,7 +555,7 @@ def test_other_logs_are_read_as_traces(tmp_path: Path) -> None:
 def test_the_emitted_cluster_file_is_read_back() -> None:
     config = parse_config({"engine": {"max_batch_requests": 64, "policy": "prefill_first"}, "router": {"max_queue": 5}})
     candidate = parse_candidate("split:3xtp2+1")
-    text = cluster_yaml(candidate, config=config, model="demo", chunk_tokens=768, comments=["found by a test"])
+    text = cluster_yaml(candidate, config=config, model="demo", chunk_tokens=768, found="for a test")
     read = parse_config(yaml.safe_load(text))
     assert {name: (pool.workers, pool.gpus) for name, pool in read.pools.items()} == {
         "prefill": (3, 2),
@@ -484,13 +563,14 @@ def test_the_emitted_cluster_file_is_read_back() -> None:
     }
     assert (read.engine.max_batch_tokens, read.engine.max_batch_requests) == (768, 64)
     assert (read.engine.policy, read.router.max_queue, read.model.source) == ("prefill_first", 5, "demo")
-    assert text.startswith("# found by a test\n")
+    assert text.startswith("# Found by `baton plan` for a test:\n")
+    assert is_emitted(text) and not is_emitted(text.replace("# Found", "# Once found"))
     assert "no tensor parallelism" in text
-    one = cluster_yaml(Candidate(both=Pool(2)), config=config, model="demo", chunk_tokens=512, comments=[])
+    one = cluster_yaml(Candidate(both=Pool(2)), config=config, model="demo", chunk_tokens=512, found="for a test")
     assert "tensor" not in one
     assert parse_config(yaml.safe_load(one)).pools["both"].workers == 2
     cpu = cluster_yaml(
-        Candidate(both=Pool(2)), config=config, model="demo", chunk_tokens=512, comments=[], cpu_kv_tokens=3200
+        Candidate(both=Pool(2)), config=config, model="demo", chunk_tokens=512, found="", cpu_kv_tokens=3200
     )
     both = parse_config(yaml.safe_load(cpu)).pools["both"]
     assert (both.device, both.gpus, both.kv_blocks) == ("cpu", 0, 200)
@@ -535,10 +615,13 @@ def profile_path(tmp_path: Path) -> Path:
     return path
 
 
+SLO = ["--slo-ttft", "400", "--slo-tbt", "60"]
+MADE_UP = ["--prompt-tokens", "50-150", "--output-tokens", "5-15", "--requests", "50", "--chunk-tokens", "512"]
+
+
 def plan_command(profile_path: Path, *options: str) -> Any:
-    made_up = ["--prompt-tokens", "50-150", "--output-tokens", "5-15", "--requests", "50", "--chunk-tokens", "512"]
-    common = ["plan", "--profile", str(profile_path), "--slo-ttft", "400", "--slo-tbt", "60"]
-    return CliRunner().invoke(app, [*common, *(made_up if "--replay" not in options else []), *options])
+    common = ["plan", "--profile", str(profile_path), *SLO]
+    return CliRunner().invoke(app, [*common, *(MADE_UP if "--replay" not in options else []), *options])
 
 
 def test_the_command_writes_tables_json_a_plot_and_a_cluster_file(profile_path: Path, tmp_path: Path) -> None:
@@ -563,6 +646,81 @@ def test_the_command_writes_tables_json_a_plot_and_a_cluster_file(profile_path: 
     assert winner["candidate"] in result.output
     pools = parse_config(yaml.safe_load(emitted.read_text(encoding="utf-8"))).pools
     assert sum(pool.workers * pool.gpus for pool in pools.values()) == winner["gpus"]
+    assert tree["profiles"]["1"]["kv_tokens"] == 20_000
+
+
+def test_a_plan_from_a_published_file_by_itself(tmp_path: Path) -> None:
+    # Its memory is told by the file's name, and what its weights leave of that holds KV.
+    path = tmp_path / "profiler-a100-80g.distserve.json"
+    path.write_text(json.dumps(DISTSERVE), encoding="utf-8")
+    folder, emitted = tmp_path / "result", tmp_path / "plan.yaml"
+    options = ["--gpus", "2", "--candidate", "colocated:1xtp2", "--out", str(folder), "--emit", str(emitted)]
+
+    def plan_of(profile: str, *more: str) -> dict[str, Any]:
+        result = CliRunner().invoke(app, ["plan", "--profile", profile, *SLO, *MADE_UP, *options, *more])
+        assert result.exit_code == 0, result.output
+        tree: dict[str, Any] = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+        return tree
+
+    tree = plan_of(f"{path},tp=2", "--model", "opt-13b")
+    assert tree["profiles"]["2"]["kv_tokens"] == (int(0.9 * 160 * 2**30) - 25_700_000_000) // 819_200
+    assert any("0.9 of 80 GiB a GPU leave beside the weights" in note for note in tree["notes"])
+    unnamed = tmp_path / "mine.json"
+    unnamed.write_text(json.dumps(DISTSERVE), encoding="utf-8")
+    assert (
+        plan_of(f"{unnamed},gpu_memory_gib=40")["profiles"]["2"]["kv_tokens"]
+        == (int(0.9 * 80 * 2**30) - 25_700_000_000) // 819_200
+    )
+    # As `baton experiment` takes it; and over the file that the plan before has written.
+    tree = plan_of(f"{path},model=opt-13b,conventions=distserve")
+    assert tree["profiles"]["2"]["name"].endswith("conventions of DistServe")
+    assert tree["engine"]["policy"] == "prefill_first"
+
+
+def test_a_file_that_is_not_from_a_plan_is_not_overwritten(profile_path: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "cluster.yaml"
+    mine.write_text("name: mine\n", encoding="utf-8")
+    options = ["--gpus", "1", "--tp", "1", "--candidate", "colocated:1", "--out", str(tmp_path / "result")]
+    refused = plan_command(profile_path, *options, "--emit", str(mine))
+    assert isinstance(refused.exception, ConfigError)
+    assert "`baton plan` did not write it" in str(refused.exception) and "--force" in str(refused.exception)
+    assert mine.read_text(encoding="utf-8") == "name: mine\n"
+    assert not (tmp_path / "result").exists()  # it is told before anything is searched
+    assert plan_command(profile_path, *options, "--emit", str(mine), "--force").exit_code == 0
+    assert is_emitted(mine.read_text(encoding="utf-8"))
+    absent = plan_command(profile_path, *options, "--emit", str(tmp_path / "nowhere" / "plan.yaml"))
+    assert "no file in a folder that is there" in str(absent.exception)
+
+
+def test_long_requests_of_a_trace_are_left_out(profile_path: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    rows = "".join(f"{i},{500 if i % 4 == 0 else 100},10\n" for i in range(80))
+    trace.write_text(f"arrived_at,num_prefill_tokens,num_decode_tokens\n{rows}", encoding="utf-8")
+    common = ["--gpus", "1", "--tp", "1", "--candidate", "colocated:1", "--requests", "50", "--json"]
+    for source in ("--workload", "--replay"):
+        options = [source, str(trace), "--max-total-tokens", "200", "--out", str(tmp_path / source)]
+        result = CliRunner().invoke(app, ["plan", "--profile", str(profile_path), *SLO, *common, *options])
+        assert result.exit_code == 0, result.output
+        statistics = json.loads(result.stdout)["work"]["statistics"]
+        assert (statistics["requests"], statistics["prompt_tokens"]["max"]) == (60, 100)
+
+
+def test_the_plot_of_few_candidates(tmp_path: Path) -> None:
+    plan = Planner(study(), max_gpus=2, named=[parse_candidate("colocated:2")]).run()
+    figures: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plot.plt, "close", figures.append)
+        plot.plot_plan(plan, study().slo, 0.9, tmp_path / "pareto.png")
+    (figure,) = figures
+    assert all(axis.get_title() for axis in figure.axes)
+    for axis in figure.axes:
+        assert all("split" not in text.get_text() for text in axis.get_legend().get_texts())
+    assert all(tick == int(tick) for tick in figure.axes[2].get_xticks())
+    legend = figure.axes[2].get_legend()
+    assert "found: colocated:2" in [text.get_text() for text in legend.get_texts()]
+    box, frame = legend.get_window_extent(), figure.axes[2].get_window_extent()
+    assert frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
+    plot.plt.close(figure)
 
 
 def test_the_command_replays_a_log(profile_path: Path, tmp_path: Path) -> None:
@@ -587,5 +745,22 @@ def test_the_command_says_what_is_wrong(profile_path: Path) -> None:
     assert "--tp: 8 is not in the profile, and how steps would scale to it cannot be told" in problem("--tp", "8")
     assert "colocated:4, split:3+1" in problem("--candidate", "three")
     assert "--definition" in problem("--definition", "median")
+    assert "--tp: is said twice" in str(plan_command(Path(f"{profile_path},tp=1"), "--tp", "2").exception)
+    assert "allowed: keys model" in str(plan_command(Path(f"{profile_path},degree=1")).exception)
+    (profile_path.parent / "kv.csv").unlink()
+    unknown = problem("--gpus", "2")
+    assert "TP 1, 2 left out: the profile does not say how much KV cache" in unknown
+    assert "nor its file's name" in unknown and "--kv-tokens-per-gpu" in unknown and "gpu_memory_gib" in unknown
+    # What is wrong with an option is said before what is wrong with a file.
+    assert "--attainment" in problem("--attainment", "90")
+    assert "--slo-ttft" in problem("--slo-ttft", "0")
+    assert "--definition" in problem("--definition", "vllm")
+    assert "colocated:4, split:3+1" in problem("--candidate", "three")
+    assert "--force: is for --emit" in problem("--force")
+    profile_path.write_text(json.dumps({**DISTSERVE, "facebook/opt-66b": DISTSERVE["facebook/opt-13b"]}))
+    assert "holds several profiles" in problem("--kv-tokens-per-gpu", "20000")
+    table = "model,tp,pp,max_num_tokens\nfacebook/opt-13b,1,1,20000\nfacebook/opt-13b,2,1,40000\n"
+    (profile_path.parent / "kv.csv").write_text(table, encoding="utf-8")
+    profile_path.write_text(json.dumps(DISTSERVE), encoding="utf-8")
     assert "are for made-up work, without --workload" in problem("--workload", "chat")
     assert "missed even without load" in problem("--slo-ttft", "20", "--gpus", "1")
