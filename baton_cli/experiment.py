@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich import box
 from rich.console import RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from baton.config import ClusterConfig, dump_config, parse_config
 from baton.engine.model_spec import CausalLMSpec, load_spec
@@ -24,31 +23,26 @@ from baton_cluster.ray_session import RaySession
 from baton_experiments.engine import Engine
 from baton_experiments.experiment import Watch, planned_s, run
 from baton_experiments.journal import Journal
+from baton_experiments.number_table import NumberTable
 from baton_experiments.outcome import Outcome, write_outcome
 from baton_experiments.plan import EngineName, Estimate, Plan, Point
+from baton_experiments.profiles.choice import parse_reference
 from baton_experiments.profiles.profile import EngineProfile
 from baton_experiments.real import RealEngine, Running
-from baton_experiments.records import RequestRecord, Setting
+from baton_experiments.records import RequestRecord, Setting, Slo
 from baton_experiments.report import environment, tables
 from baton_experiments.results import Result, read_result
 from baton_experiments.simulated import SimulatedEngine
+from baton_experiments.words import number
 from baton_experiments.work import Work
 from baton_experiments.workloads import Lengths
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as of a shell."""
+_LINK_GB_PER_S = (1e-9, 1e6)
+"""From a byte per second to far beyond any wire: what lies outside is a slip, and no time that a clock can tell."""
 _AGAINST_TAKES = ("profiles", "link_gb_per_s", "against", "engine")
 """The other options are those of the real run."""
-
-
-_PROFILE_KEYS: dict[str, Callable[[str], Any]] = {
-    "model": str,
-    "hardware": str,
-    "engine": str,
-    "tp": int,
-    "conventions": str,
-    "gpu_memory_gib": float,
-}
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,15 +95,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             placements=placements,
             rates=self.rates or (0.5, 1.0, 2.0),
             seeds=self.seeds or (0,),
-            num_requests=self.requests or (20 if engine == "real" else 200),
+            num_requests=(20 if engine == "real" else 200) if self.requests is None else self.requests,
             work=Work(
                 source=self.workload,
                 format=self.format,
                 skip_malformed=self.skip_malformed,
                 lengths=Lengths(self.prompt_tokens or uniform.prompt, self.output_tokens or uniform.output),
-                arrivals=self.arrivals or "poisson",
-                scale_prompt=self.scale_prompt or 1.0,
-                scale_output=self.scale_output or 1.0,
+                arrivals="poisson" if self.arrivals is None else self.arrivals,
+                scale_prompt=1.0 if self.scale_prompt is None else self.scale_prompt,
+                scale_output=1.0 if self.scale_output is None else self.scale_output,
                 max_total_tokens=self.max_total_tokens,
             ),
             ramp=Plan().ramp if self.ramp is None else self.ramp,
@@ -149,9 +143,7 @@ def run_command(
     engine = options.engine_name
     if engine == "real" and options.link_gb_per_s is not None:
         raise ConfigError("--link-gb-per-s", "is for simulated engines only", value=options.link_gb_per_s)
-    if options.link_gb_per_s is not None and not options.link_gb_per_s > 0:
-        raise ConfigError("--link-gb-per-s", "must be positive", value=options.link_gb_per_s, allowed="> 0")
-    link = None if options.link_gb_per_s is None else LinkModel(bytes_per_s=options.link_gb_per_s * 1e9)
+    link = None if options.link_gb_per_s is None else _link(options.link_gb_per_s)
     against = None
     if options.against is not None:
         options.check_against()
@@ -168,26 +160,19 @@ def run_command(
     return status
 
 
+def _link(gb_per_s: float) -> LinkModel:
+    low, high = _LINK_GB_PER_S
+    if not (low <= gb_per_s <= high and math.isfinite(gb_per_s)):
+        raise ConfigError("--link-gb-per-s", "is no link's", value=gb_per_s, allowed=f"{low:g} to {high:,.0f}")
+    return LinkModel(bytes_per_s=gb_per_s * 1e9)
+
+
 def _profiles(texts: Sequence[str]) -> list[EngineProfile]:
     """Of `PATH` or `PATH,KEY=VALUE,...`, the keys those of `load_profile`."""
     from baton_experiments.profiles.load import load_profile
 
-    profiles = []
-    for text in texts:
-        path, *parts = text.split(",")
-        chosen: dict[str, Any] = {}
-        for part in parts:
-            key, equals, value = part.partition("=")
-            if not equals or key not in _PROFILE_KEYS:
-                raise ConfigError(
-                    "--profile", "is not PATH,KEY=VALUE,...", value=text, allowed=f"keys {', '.join(_PROFILE_KEYS)}"
-                )
-            try:
-                chosen[key] = _PROFILE_KEYS[key](value)
-            except ValueError:
-                raise ConfigError("--profile", f"has no number for {key}", value=value) from None
-        profiles.append(load_profile(path, **chosen))
-    return profiles
+    references = [parse_reference(text) for text in texts]
+    return [load_profile(path, **chosen) for path, chosen in references]
 
 
 def _digest(profile: EngineProfile) -> str:
@@ -218,11 +203,15 @@ def run_experiment(
         "plan": msgspec.to_builtins(plan),
         "cluster": dump_config(config),
         "profile": {profile.name: _digest(profile) for profile in profiles} or None,
+        "link": None if link is None else msgspec.to_builtins(link),
+        "trace": plan.work.digest(),
         "environment": environment(),
     }
     if against is not None:
         described["max_model_len"] = against.config["max_model_len"]
+        described["against"] = {"max_model_len": against.config["max_model_len"]}
     journal = Journal(folder, described, anew=anew)
+    _note_environment(journal, plan, described["environment"])
     status = 0
     with _Bar(plan) as bar:
         try:
@@ -243,12 +232,18 @@ def run_experiment(
             bar.say("interrupted: what follows is of the points that were done")
         else:
             bar.say("writing the report")
-        outcome = write_outcome(plan, journal, against=against)
+        try:
+            outcome = write_outcome(plan, journal, against=against)
+        except KeyboardInterrupt:
+            _say_how_to_go_on(folder)
+            raise
     if as_json:
         left_out = ("config", "environment")
         shown = {key: value for key, value in outcome.summary.items() if key not in left_out}
         print_json({**shown, "summary": str(outcome.summary_path), "report": str(outcome.report_path)})
     else:
+        if plan.engine == "simulated":
+            out.print("SIMULATED: what follows was computed from step times, and measured on no cluster.", style="bold")
         for part in tables(outcome.summary):
             out.print(part)
         if against is not None:
@@ -260,22 +255,33 @@ def run_experiment(
             f"{len(failed)} of {len(outcome.records)} requests failed, the first with: {failed[0].error}", style="red"
         )
     if status:
-        err.print(f"interrupted; the same command with --out {folder} goes on", style="yellow", soft_wrap=True)
+        _say_how_to_go_on(folder)
     return outcome, status or (1 if failed else 0)
 
 
-def _against_table(points: list[dict[str, Any]]) -> Table:
+def _note_environment(journal: Journal, plan: Plan, present: dict[str, Any]) -> None:
+    """Of points that are still to be run, where they run elsewhere than those that are done."""
+    known = [journal.config.get("environment"), *journal.config.get("resumed_in", ())]
+    if present not in known and any(point.name not in journal.names for point in plan.schedule()):
+        journal.note(resumed_in=[*known[1:], present])
+
+
+def _say_how_to_go_on(folder: Path) -> None:
+    err.print(f"interrupted; the same command with --out {folder} goes on", style="yellow", soft_wrap=True)
+
+
+def _against_table(points: list[dict[str, Any]]) -> NumberTable:
     """Simulated and real figures side by side."""
-    table = Table(title="Simulated against real, in ms", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = NumberTable("Simulated against real, in ms")
     for name in ("rate /s", "setting"):
-        table.add_column(name, justify="left" if name == "setting" else "right", no_wrap=True)
+        table.add_column(name, is_key=True, is_right=name != "setting")
     names = list(dict.fromkeys(name for point in points for name in point["figures"]))
     for name in names:
-        table.add_column(name.removesuffix("_ms").replace("_", " ").upper(), justify="right")
+        table.add_column(name.removesuffix("_ms").replace("_", " ").upper())
     for point in points:
         setting = Setting(point["placement"], point["chunk_tokens"], point["engine"])
         cells = [_against_text(point["figures"].get(name)) for name in names]
-        table.add_row(f"{point['rate']:g}", str(setting), *cells)
+        table.add_row(number(point["rate"], 4), str(setting), *cells)
     table.caption = "simulated, real, difference; !: beyond 10 % and beyond the real runs' own 95 % interval"
     return table
 
@@ -283,24 +289,59 @@ def _against_table(points: list[dict[str, Any]]) -> Table:
 def _against_text(figure: dict[str, Any] | None) -> str:
     if figure is None:
         return "-"
-    return f"{figure['simulated']:.0f} {figure['real']:.0f} {figure['error']:+.0%}{'' if figure['within'] else ' !'}"
+    off = f"{figure['error']:+,.0%}{'' if figure['within'] else ' !'}"
+    return f"{figure['simulated']:,.0f} {figure['real']:,.0f} {off}"
 
 
 def read_against(folder: Path) -> tuple[ClusterConfig, Plan, Result]:
     """The plan of a real run, to be simulated, on clusters as it had them. Raises ConfigError if `folder` has none."""
     result = read_result(folder)
-    plan = msgspec.convert(result.config["plan"], Plan)
+    try:
+        found = msgspec.convert(result.config, _Recorded)
+        slo = msgspec.convert(result.summary, _Judged).slo
+    except msgspec.ValidationError as e:
+        raise ConfigError("--against", f"holds a damaged result: {e}", value=str(folder)) from e
+    plan, tree = found.plan, found.cluster
     if plan.engine != "real":
         raise ConfigError("--against", "is a simulated run itself; name the folder of a real one", value=str(folder))
-    tree = result.config["cluster"]
-    del tree["security"]  # its secret is not in the result, and a simulation has no sockets
-    tree["http"].pop("api_keys")
-    blocks = min(result.config["hardware"]["kv_blocks"].values())
+    blocks = min(found.hardware.kv_blocks.values(), default=0)
+    if blocks < 1:
+        raise ConfigError("--against", "holds a damaged result: its workers have no KV blocks", value=str(folder))
+    tree.pop("security", None)  # its secret is not in the result, and a simulation has no sockets
+    tree["http"].pop("api_keys", None)
     for pool in tree["pools"].values():
         pool |= {"kv_blocks": blocks, "kv_memory_mib": None, "memory_mib": None}
-    slo = result.summary["slo"]
-    plan = msgspec.structs.replace(plan, slo_ttft_ms=slo["ttft_ms"], slo_tbt_ms=slo["tbt_ms"])
+    plan = msgspec.structs.replace(plan, slo_ttft_ms=slo.ttft_ms, slo_tbt_ms=slo.tbt_ms)
     return parse_config(tree), plan, result
+
+
+class _Hardware(msgspec.Struct):
+    kv_blocks: dict[str, int]
+
+
+class _Cluster(msgspec.Struct):
+    """Whatever else there is is kept: `parse_config` says what is wrong with it."""
+
+    http: dict[str, Any]
+    pools: dict[str, dict[str, Any]]
+
+
+class _Recorded(msgspec.Struct):
+    """What of a result's `config.json` a simulation of it is made from."""
+
+    plan: Plan
+    cluster: dict[str, Any]
+    hardware: _Hardware
+    max_model_len: int
+
+    def __post_init__(self) -> None:
+        msgspec.convert(self.cluster, _Cluster)
+
+
+class _Judged(msgspec.Struct):
+    """The same of its `summary.json`."""
+
+    slo: Slo
 
 
 def default_chunks(config: ClusterConfig) -> tuple[int, ...]:
@@ -329,8 +370,8 @@ class _Bar(Watch):
     def __init__(self, plan: Plan):
         self._plan = plan
         self._num_points = len(plan.schedule())
-        self._num_done = 0
-        self._text = ""
+        self._num_played = plan.num_requests + 2 * plan.num_ramp
+        self._num_done = self._num_ended = 0
         total = len(plan.settings) * sum(
             planned_s(plan, Point(plan.settings[0], rate, seed)) for rate in plan.rates for seed in plan.seeds
         )
@@ -338,13 +379,14 @@ class _Bar(Watch):
         self._progress = _Timed(
             self._estimate,
             TextColumn("{task.description}", markup=False),
+            TextColumn("{task.fields[ended]}"),
             BarColumn(),
             TextColumn("{task.fields[left]}"),
             TimeElapsedColumn(),
             console=err,
             transient=True,
         )
-        self._task = self._progress.add_task("starting", total=self._estimate.planned_s, left="")
+        self._task = self._progress.add_task("starting", total=self._estimate.planned_s, left="", ended="")
 
     def __enter__(self) -> _Bar:
         points = f"{self._num_points} points of {self._plan.num_requests} requests"
@@ -358,7 +400,7 @@ class _Bar(Watch):
         self._progress.stop()
 
     def say(self, text: str) -> None:
-        self._progress.update(self._task, description=text)
+        self._progress.update(self._task, description=text, ended="")
         if not err.is_terminal:
             err.print(text, markup=False, soft_wrap=True)
 
@@ -368,10 +410,12 @@ class _Bar(Watch):
 
     def begin(self, point: Point, planned_s: float) -> None:
         self._estimate.begin(planned_s, time.monotonic())
+        self._num_ended = 0
         self.say(f"{self._num_done + 1}/{self._num_points}  {point}")
 
     def on_record(self, record: RequestRecord) -> None:
-        pass
+        self._num_ended += 1
+        self._progress.update(self._task, ended=f"{self._num_ended}/{self._num_played}")
 
     def end(self, point: Point, planned_s: float, took_s: float) -> None:
         self._num_done += 1

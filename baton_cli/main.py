@@ -495,7 +495,8 @@ def anatomy(
 
 
 @app.command(
-    epilog="Example: baton plan --gpus 16 --profile a100.json --model opt-13b --workload chat --emit cluster.yaml"
+    epilog="Example: baton plan --gpus 16 --profile profiler-a100-80g.distserve.json --model opt-13b --workload chat "
+    "--emit plan.yaml"
 )
 def plan(
     config_path: Annotated[
@@ -505,16 +506,27 @@ def plan(
     gpus: Annotated[int, typer.Option(min=1, help="The budget: no placement takes more.")] = 8,
     profile: Annotated[
         str,
-        typer.Option(help="What steps take, from `baton profile` or published: a file or folder.", show_default=False),
+        typer.Option(
+            metavar="PATH[,KEY=VALUE...]",
+            help="What steps take, from `baton profile` or published: a file or folder. Keys: model, hardware, engine, "
+            "tp, gpu_memory_gib, conventions (distserve, splitwise: what its authors' simulator does besides).",
+            show_default=False,
+        ),
     ] = "",
     model: Annotated[str | None, typer.Option(help="Of a profile that has several: its name or a part of it.")] = None,
-    hardware: Annotated[str | None, typer.Option(help="The same of the hardware.")] = None,
+    hardware: Annotated[
+        str | None, typer.Option(help="The same of the hardware; DistServe's files tell it by their name.")
+    ] = None,
     tp: Annotated[
         list[int] | None, typer.Option(help="Tensor parallel degrees to try. Repeatable. Default: the profile's.")
     ] = None,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="No worker is larger.")] = 8,
     kv_tokens_per_gpu: Annotated[
-        int | None, typer.Option(min=1, help="That the KV cache holds, in place of what the profile says.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="That the KV cache holds. Default: what the profile says, else what the weights leave of the memory.",
+        ),
     ] = None,
     link_gb_per_s: Annotated[
         float | None, typer.Option(help="Between workers. Default: the profile's, else 25.")
@@ -535,6 +547,10 @@ def plan(
     ] = None,
     scale_prompt: Annotated[float, typer.Option(help="Multiply prompt lengths.")] = 1.0,
     scale_output: Annotated[float, typer.Option(help="Multiply output lengths.")] = 1.0,
+    max_total_tokens: Annotated[
+        int | None,
+        typer.Option(min=2, help="Leave out a trace's requests whose prompt and output together are longer."),
+    ] = None,
     max_model_len: Annotated[int | None, typer.Option(min=2, help="Cut longer requests.")] = None,
     slo_ttft: Annotated[float, typer.Option(help="Milliseconds to the first token.")] = 250.0,
     slo_tbt: Annotated[float, typer.Option(help="Milliseconds between tokens.")] = 100.0,
@@ -561,7 +577,10 @@ def plan(
     ] = None,
     first: Annotated[int | None, typer.Option(min=1, help="Only so many requests of the log.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes to simulate in.")] = 1,
-    emit: Annotated[Path | None, typer.Option(help="Write the winner as a cluster file.")] = None,
+    emit: Annotated[
+        Path | None, typer.Option(help="Write the winner as a cluster file, such as plan.yaml, for `baton up`.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Let --emit overwrite a file that is not from here.")] = False,
     folder: Annotated[Path | None, typer.Option("--out", help="Folder of the result. Default: a new one.")] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
@@ -591,6 +610,7 @@ def plan(
         arrivals=arrivals,
         scale_prompt=scale_prompt,
         scale_output=scale_output,
+        max_total_tokens=max_total_tokens,
         max_model_len=max_model_len,
         slo_ttft=slo_ttft,
         slo_tbt=slo_tbt,
@@ -610,7 +630,7 @@ def plan(
         overrides=tuple(overrides or ()),
     )
     folder = folder or Path(f"results/plan-{datetime.now():%Y%m%d-%H%M%S}")
-    raise typer.Exit(run_plan(options, folder=folder, emit=emit, as_json=as_json))
+    raise typer.Exit(run_plan(options, folder=folder, emit=emit, force=force, as_json=as_json))
 
 
 def _form(json_schema: Path | None, regex: str | None, choice: list[str] | None) -> StructuredOutput | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,8 +30,13 @@ def ms(seconds: float | None) -> str:
 
 
 def print_json(data: Any) -> None:
-    """One JSON document on stdout, unstyled."""
-    print(json.dumps(data, ensure_ascii=False, indent=1))
+    """One JSON document on stdout, unstyled; escaped where stdout cannot say all of its signs."""
+    text = json.dumps(data, ensure_ascii=False, indent=1)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(data, indent=1)
+    print(text)
 
 
 def status_data(status: Status, address: str) -> dict[str, Any]:

@@ -29,19 +29,22 @@ def run_up(config: ClusterConfig) -> None:
             configure_logging(config)
             cluster = stack.enter_context(launch(config, progress=lambda text: show(text)))
         show = out.print  # from now on: something was restarted
+        details = cluster.details()
         write_record(
             config.name,
             cluster.address,
-            cluster.details().get("ray_address"),
+            details.get("ray_address"),
             secret=config.security.secret,
             url=cluster.url,
             warnings=cluster.warnings,
             shutdown_grace_s=config.router.shutdown_grace_s,
+            logs=details.get("logs"),
         )
         try:
             out.print(status_table(cluster.status(), cluster.address))
             for warning in cluster.warnings:
                 err.print(f"warning: {warning}", style="yellow")
+            _show_logs(details.get("logs"))
             out.print(
                 f"{config.name} is ready at {_places(cluster.address, cluster.url)}; Ctrl-C or `baton down` ends it"
             )
@@ -88,8 +91,14 @@ def run_detached(config: ClusterConfig) -> None:
         out.print(status_table(client.status(), record.address))
     for warning in record.warnings:
         err.print(f"warning: {warning}", style="yellow")
+    _show_logs(record.logs)
     where = _places(record.address, record.url)
     out.print(f"{config.name} is ready at {where}; `baton down {config.name}` ends it; log: {log}")
+
+
+def _show_logs(folder: str | None) -> None:
+    if folder is not None:
+        out.print(f"workers log to {folder}/worker-*.err, where each runs", markup=False, soft_wrap=True)
 
 
 def _places(address: str, url: str | None) -> str:

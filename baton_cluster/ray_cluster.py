@@ -322,6 +322,7 @@ class RayCluster(Cluster):
     def details(self) -> dict[str, Any]:
         return {
             "ray_address": self._session.address,
+            "logs": self._session.logs,
             "router_pid": self._ray.get(self._router.where.remote(), timeout=STOP_TIMEOUT_S)["pid"],
             "workers": [slot.info for slot in self._slots.values()],
         }

@@ -83,6 +83,8 @@ class RaySession:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, on_terminate)
         self.address: str = info.address_info["gcs_address"]
+        self.logs = f"{info.address_info['session_dir']}/logs"
+        """The folder of Ray's logs, this session's own, on each of its machines."""
 
     def close(self) -> None:
         """Disconnect; a cluster that was started here ends. Idempotent."""

@@ -35,6 +35,8 @@ class ClusterRecord(msgspec.Struct):
     """What `baton up` has to say about it."""
     shutdown_grace_s: float = 0.0
     """`router.shutdown_grace_s`: so long its end may take while requests are open."""
+    logs: str | None = None
+    """The folder of what its workers log; None: its owner's own output."""
 
 
 def records_folder() -> Path:
@@ -60,6 +62,7 @@ def write_record(
     url: str | None = None,
     warnings: Sequence[str] = (),
     shutdown_grace_s: float = 0.0,
+    logs: str | None = None,
 ) -> None:
     """Record that this process owns the cluster. Raises ClusterError if another living one has the name."""
     claim_name(name)
@@ -74,6 +77,7 @@ def write_record(
         url,
         list(warnings),
         shutdown_grace_s,
+        logs,
     )
     folder = records_folder()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)

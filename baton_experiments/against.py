@@ -55,7 +55,7 @@ def _point(ours: Study, theirs: Study, setting: Setting, rate: float) -> dict[st
         found, real = ours.quantile(setting, rate, name, share), theirs.quantile(setting, rate, name, share)
         if found is None or not real:
             continue
-        interval = theirs.bootstrap.interval(theirs.quantile_replicates(setting, rate, name, share))
+        interval = theirs.quantile_interval(setting, rate, name, share)
         error = found / real - 1
         inside = interval is not None and interval[0] <= found <= interval[1]
         figures[f"{name}_p{round(share * 100)}_ms"] = {

@@ -83,9 +83,10 @@ def run(plan: Plan, engine: Engine, journal: Journal, watch: Watch) -> None:
             watch.skip(point, planned_s(plan, point), journal.read(point.name).took_s)
     for number, stretch in itertools.groupby(points, key=lambda point: group_of[point.setting]):
         todo = [point for point in stretch if point.name not in done]
-        if not todo:
-            continue
         wanted = {point.setting for point in todo}
+        wanted |= {setting for setting in groups[number] if _alone_name(setting) not in journal.names}
+        if not wanted:
+            continue
         with engine.up([setting for setting in groups[number] if setting in wanted], watch.say) as stage:
             _note(plan, journal, stage)
             for setting in groups[number]:

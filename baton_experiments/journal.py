@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,10 @@ from baton_experiments.records import RequestRecord
 CONFIG = "config.json"
 ALONE = "_alone"
 """What the names of single requests end with."""
-_IDENTITY = ("plan", "cluster", "profile")
-"""What must be equal for points of two runs to be of one experiment."""
+_REQUIRED = ("plan", "cluster", "profile")
+"""What the configuration of every experiment has."""
+_IDENTITY = (*_REQUIRED, "link", "trace", "against")
+"""What must be equal for points of two runs to be of one experiment; the last three are missing where there is none."""
 _JUDGED_BY = ("plan.slo_ttft_ms", "plan.slo_tbt_ms", "plan.slo_e2el_ms")
 """May differ: what was run is the same, whatever it is judged by."""
 
@@ -46,13 +50,11 @@ class Journal:
         self.folder = folder
         self._files = folder / "journal"
         config = msgspec.json.decode(msgspec.json.encode(config))
-        if anew:
-            shutil.rmtree(self._files, ignore_errors=True)
-            (folder / CONFIG).unlink(missing_ok=True)
-        try:
+        with writing(folder):
+            if anew:
+                shutil.rmtree(self._files, ignore_errors=True)
+                (folder / CONFIG).unlink(missing_ok=True)
             self._files.mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            raise ConfigError("--out", f"cannot be written: {e.strerror or e}", value=str(folder)) from e
         found = read_config(folder)
         if found is not None:
             for key in _IDENTITY:
@@ -74,10 +76,10 @@ class Journal:
     def note(self, **changes: Any) -> None:
         """Change the configuration that is kept with the points, of what was found out since."""
         self.config |= changes
-        _write(self.folder / CONFIG, json.dumps(self.config, indent=1).encode())
+        self._write(self.folder / CONFIG, json.dumps(self.config, indent=1).encode())
 
     def keep(self, name: str, played: Played) -> None:
-        _write(self._files / f"{name}.msgpack", msgspec.msgpack.encode(played))
+        self._write(self._files / f"{name}.msgpack", msgspec.msgpack.encode(played))
 
     def read(self, name: str) -> Played:
         """Raises ConfigError for a file that is not what `keep` wrote."""
@@ -86,6 +88,24 @@ class Journal:
             return msgspec.msgpack.decode(file.read_bytes(), type=Played)
         except (OSError, msgspec.DecodeError) as e:
             raise ConfigError(str(file), f"cannot be read, remove it to run the point again: {e}") from e
+
+    def _write(self, file: Path, data: bytes) -> None:
+        """Whole, or not at all."""
+        new = file.with_name(file.name + ".new")
+        with writing(self.folder):
+            new.write_bytes(data)
+            os.replace(new, file)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """What the operating system refuses in here is a ConfigError: a full disk, a folder where a file is to be."""
+    try:
+        yield
+    except OSError as e:
+        file = e.filename2 or e.filename  # the former where one takes another's place
+        where = f"{file}: " if file and str(file) != str(folder) else ""
+        raise ConfigError("--out", f"cannot be written: {where}{e.strerror or e}", value=str(folder)) from e
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
@@ -97,7 +117,7 @@ def read_config(folder: Path) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError) as e:
         raise ConfigError(str(file), f"cannot be read: {e}") from e
-    if not isinstance(config, dict) or not set(_IDENTITY) <= config.keys():
+    if not isinstance(config, dict) or not set(_REQUIRED) <= config.keys():
         raise ConfigError(str(file), "is not of an experiment; take another folder")
     return config
 
@@ -112,10 +132,3 @@ def _require_equal(folder: Path, path: str, found: Any, wanted: Any) -> None:
             f"{folder} holds another experiment: its {path} is {found!r}, not {wanted!r}; take another folder, or the "
             "same options to go on with that one",
         )
-
-
-def _write(file: Path, data: bytes) -> None:
-    """Whole, or not at all."""
-    new = file.with_name(file.name + ".new")
-    new.write_bytes(data)
-    os.replace(new, file)

@@ -13,11 +13,14 @@ ALLOWED = (
     "such as colocated:2, split:1+1 or mixed:1+1+2"
 )
 
+_COUNT = "(?:0|[1-9][0-9]{0,3})"
+"""One spelling a number: a placement is known by its name."""
+
 
 def parse_placement(placement: str) -> dict[str, int]:
     """Workers by pool: `prefill`, `decode`, `both`. Raises ConfigError for a name that is not a placement."""
     kind, _, counts = placement.partition(":")
-    numbers = [int(n) for n in counts.split("+")] if re.fullmatch(r"\d{1,4}(\+\d{1,4})*", counts) else []
+    numbers = [int(n) for n in counts.split("+")] if re.fullmatch(rf"{_COUNT}(\+{_COUNT})*", counts) else []
     match kind, numbers:
         case "colocated", [both] if both:
             return {"both": both}

@@ -19,8 +19,14 @@ from baton_experiments.work import Work
 
 MAX_RAMP = 200
 """Requests: the ramp of a long point need not grow with it."""
+MIN_RATE, MAX_RATE = 1e-4, 1e6
+"""Requests per second. At fewer, nearly three hours apart, a cluster idles; no cluster gets more."""
+MAX_GAP_S = 86_400.0
+"""Between two arrivals: nothing happens in it, and a simulated cluster ticks through it all the same."""
 
 EngineName = Literal["real", "simulated"]
+_NEVER_IDLE = 0.01
+"""From this rate on, no gap of independent arrivals is as long."""
 
 
 class Point(NamedTuple):
@@ -107,6 +113,8 @@ class Plan(msgspec.Struct, frozen=True):
             raise ConfigError("--profile", needed, value=list(self.profiles) or None, allowed="a profile of step times")
         for placement in self.placements:
             parse_placement(placement)
+        if len({setting.file_name for setting in self.settings}) < len(self.settings):
+            raise ConfigError("--profile", "names differ in signs alone, so files would not", value=list(self.profiles))
         if self.is_unequal and not self.allow_unequal:
             raise ConfigError(
                 "placements",
@@ -116,6 +124,13 @@ class Plan(msgspec.Struct, frozen=True):
             )
         if not all(rate > 0 and math.isfinite(rate) for rate in self.rates):
             raise ConfigError("--rate", "must be positive", value=list(self.rates), allowed="requests per second, > 0")
+        if not all(MIN_RATE <= rate <= MAX_RATE for rate in self.rates):
+            raise ConfigError(
+                "--rate",
+                "is not one that a cluster is asked at",
+                value=list(self.rates),
+                allowed=f"requests per second, {MIN_RATE:g} to {MAX_RATE:,.0f}",
+            )
         if not all(0 <= seed < 2**63 for seed in self.seeds):
             raise ConfigError("--seed", "is out of range", value=list(self.seeds), allowed="0 to 2^63 - 1")
         if self.num_requests < 1:
@@ -132,6 +147,7 @@ class Plan(msgspec.Struct, frozen=True):
             if limit is not None and not (limit > 0 and math.isfinite(limit)):
                 raise ConfigError(option, "must be positive", value=limit, allowed="milliseconds, > 0")
         self.work.check(self.num_requests + 2 * self.num_ramp, self.seeds)
+        self._check_gaps()
 
     def slo(self, reference: Slo | None) -> Slo | None:
         """What was asked for, the rest from `reference`; None where neither says it."""
@@ -156,6 +172,26 @@ class Plan(msgspec.Struct, frozen=True):
                     points += [Point(setting, rate, seed) for setting in (*group[first:], *group[:first])]
                     rounds += 1
         return points
+
+    def _check_gaps(self) -> None:
+        """Raises ConfigError for requests that are more than `MAX_GAP_S` apart."""
+        rate = min(self.rates)
+        if rate >= _NEVER_IDLE and self.work.arrivals in ("poisson", "constant"):
+            return
+        for seed in self.seeds:
+            before = 0.0
+            for shape in self.work.of(
+                rate=rate, seed=seed, num_requests=self.num_requests + 2 * self.num_ramp, max_model_len=1 << 30
+            ):
+                if shape.at_s - before > MAX_GAP_S:
+                    raise ConfigError(
+                        "--rate",
+                        f"leaves nothing to do for {(shape.at_s - before) / 3600:,.0f} hours between two requests of "
+                        f"seed {seed}",
+                        value=rate,
+                        allowed=f"at most {MAX_GAP_S / 3600:.0f} hours; a higher rate, or more even --arrivals",
+                    )
+                before = shape.at_s
 
     def _chunks_of(self, placement: str) -> tuple[int, ...]:
         if self.colocated_chunk_tokens and _is_colocated(placement):

@@ -122,13 +122,13 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> Path:
 
 def read_records(folder: Path) -> list[RequestRecord]:
     """Raises ConfigError if there are none."""
-    return [_record(row) for row in _read(folder / RECORDS).to_pylist()]
+    return [_record(row) for row in _read(folder / RECORDS, _RECORD).to_pylist()]
 
 
 def read_steps(folder: Path) -> dict[Run, list[StepRecord]]:
     """By run, each in order. Empty where none were recorded; ConfigError if there is no such file."""
     steps: dict[Run, list[StepRecord]] = defaultdict(list)
-    columns = _read(folder / STEPS).to_pydict()
+    columns = _read(folder / STEPS, _STEP).to_pydict()
     runs = zip(*(columns[name] for name in _RUN.names), strict=True)
     shapes = zip(*(columns[f"shape_{name}"] for name in StepShape._fields), strict=True)
     rest = (columns[name] for name in ("kv_blocks", "num_running", "num_waiting"))
@@ -149,6 +149,8 @@ def read_result(folder: Path) -> Result:
         summary = json.loads((folder / SUMMARY).read_bytes())
     except (OSError, ValueError) as e:
         raise ConfigError(str(folder / SUMMARY), f"cannot be read: {e}") from e
+    if not isinstance(summary, dict):
+        raise ConfigError(str(folder / SUMMARY), "is not the summary of an experiment")
     return Result(folder, config, summary, read_records(folder), read_steps(folder))
 
 
@@ -165,10 +167,11 @@ def plain(value: Any) -> Any:
     return plain(msgspec.to_builtins(value))
 
 
-def _read(file: Path) -> pa.Table:
+def _read(file: Path, schema: pa.Schema) -> pa.Table:
+    """Its columns, which must be those of `schema`."""
     try:
-        return pq.read_table(file)
-    except (OSError, pa.ArrowException) as e:
+        return pq.read_table(file).select(schema.names).cast(schema)
+    except (OSError, KeyError, ValueError, pa.ArrowException) as e:
         raise ConfigError(str(file), f"cannot be read: {str(e).splitlines()[0]}") from e
 
 

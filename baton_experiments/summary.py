@@ -98,10 +98,7 @@ def _point(study: Study, setting: Setting, rate: float, limit: Bottleneck) -> di
 
 def _intervals(study: Study, setting: Setting, rate: float) -> dict[str, Any]:
     found: dict[str, Any] = {
-        key: {
-            f"p{share * 100:g}": study.quantile_interval(setting, rate, name, share)
-            for share in shares
-        }
+        key: {f"p{share * 100:g}": study.quantile_interval(setting, rate, name, share) for share in shares}
         for key, name, shares in _INTERVALS
     }
     found["goodput_share"] = study.bootstrap.interval(study.share_replicates(setting, rate, MAIN))

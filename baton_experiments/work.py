@@ -7,6 +7,7 @@ another, scaled in time. Must not know placements or clusters.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -99,6 +100,18 @@ class Work(msgspec.Struct, frozen=True):
     def is_trace(self) -> bool:
         return self.source is not None and self.source.partition("/")[0] not in PRESETS
 
+    def digest(self) -> dict[str, Any] | None:
+        """Tells another file of the same name apart; None: the work is not from a file. Raises ConfigError."""
+        if not self.is_trace:
+            return None
+        assert self.source is not None, "only where there is a file"
+        try:
+            with open(self.source, "rb") as file:
+                found = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+                return {"bytes": file.tell(), "blake2b": found.hexdigest()}
+        except OSError as e:
+            raise ConfigError("--workload", f"cannot be read: {e.strerror or e}", value=self.source) from e
+
     def of(self, *, rate: float, seed: int, num_requests: int, max_model_len: int) -> Workload:
         """The work of one seed at `rate` requests per second; requests beyond `max_model_len` tokens are cut."""
         arrivals = _arrivals(self.arrivals, rate)
@@ -170,6 +183,11 @@ def _scanned(work: Work, changed_ns: int, size: int) -> tuple[int, dict[str, Any
     rows = sum(1 for _ in trace)
     described = trace.description["source"]
     described["file_counts"] = described.pop("counts")
+    if work.max_total_tokens is not None:
+        described["left_out"] = {
+            "max_total_tokens": work.max_total_tokens,
+            "requests": described["file_counts"]["requests"] - rows,
+        }
     return rows, described
 
 

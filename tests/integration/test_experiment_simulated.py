@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+import baton_cli.experiment
 import baton_experiments.outcome
 from baton.config import ClusterConfig, parse_config
 from baton.errors import ConfigError
@@ -20,6 +21,7 @@ from baton_cli.experiment import INTERRUPTED, Options, default_chunks, run_exper
 from baton_cluster.latency import LatencyModel, LinearLatency, LinkModel
 from baton_experiments.experiment import Watch, run
 from baton_experiments.journal import Journal
+from baton_experiments.outcome import SIMULATED
 from baton_experiments.plan import Plan, Point
 from baton_experiments.profiles.fitted import FittedLatency, profile_tree
 from baton_experiments.profiles.profile import EngineProfile
@@ -54,6 +56,9 @@ PLAN = Plan(
     engine="simulated",
     profiles=("toy",),
 )
+
+
+ONE = msgspec.structs.replace(PLAN, rates=(1.0,), seeds=(0,))
 
 
 def journal_of(folder: Path, plan: Plan) -> Journal:
@@ -263,6 +268,94 @@ def test_a_folder_of_another_profile_is_not_gone_on_with(tmp_path: Path) -> None
     run_experiment(CONFIG, PLAN, folder=tmp_path, profiles=[changed], anew=True)
 
 
+@pytest.mark.usefixtures("no_report")
+def test_a_folder_of_another_link_or_trace_is_not_gone_on_with(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    rows = [f"{i}.5,{50 + i},{5 + i % 3}\n" for i in range(12)]
+    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + "".join(rows))
+    plan = msgspec.structs.replace(ONE, work=Work(source=str(trace)))
+    folder = tmp_path / "out"
+    run_experiment(CONFIG, plan, folder=folder, profiles=[TOY])
+    with pytest.raises(ConfigError, match="its link is None"):
+        run_experiment(CONFIG, plan, folder=folder, profiles=[TOY], link=LinkModel(bytes_per_s=1e6))
+    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + "".join(rows).replace(",5\n", ",6\n"))
+    with pytest.raises(ConfigError, match=r"another experiment: its trace\.blake2b"):
+        run_experiment(CONFIG, plan, folder=folder, profiles=[TOY])
+
+
+@pytest.mark.usefixtures("no_report")
+def test_points_of_another_version_are_told(
+    tmp_path: Path, interrupt_play: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told() -> bool:
+        outcome, _ = run_experiment(CONFIG, ONE, folder=tmp_path, profiles=[TOY])
+        return any("the same versions" in note for note in outcome.summary["notes"])
+
+    interrupt_play(2)
+    assert not told()
+    monkeypatch.setattr(baton_cli.experiment, "environment", lambda: {"commit": "another"})
+    assert told()
+    monkeypatch.setattr(baton_cli.experiment, "environment", lambda: {"commit": "a third"})
+    assert told()
+    resumed = json.loads((tmp_path / "config.json").read_bytes())["resumed_in"]
+    assert resumed == [{"commit": "another"}], "the third ran nothing"
+
+
+@pytest.mark.usefixtures("no_report")
+def test_single_requests_that_are_missing_are_run_again(tmp_path: Path) -> None:
+    whole, _ = run_experiment(CONFIG, ONE, folder=tmp_path, profiles=[TOY])
+    broken = tmp_path / "journal" / "split-1+1_alone.msgpack"
+    broken.write_bytes(b"\x93")
+    with pytest.raises(ConfigError, match="remove it"):
+        run_experiment(CONFIG, ONE, folder=tmp_path, profiles=[TOY])
+    broken.unlink()
+    again, status = run_experiment(CONFIG, ONE, folder=tmp_path, profiles=[TOY])
+    assert status == 0
+    assert again.summary["slo"] == whole.summary["slo"]
+    assert again.records == whole.records
+
+
+def test_a_report_that_is_interrupted_leaves_the_old_result_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def draw(folder: Path, *_: object) -> Path:
+        (folder / "report.html").write_text("old")
+        return folder / "report.html"
+
+    def interrupted(*_: object) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(baton_experiments.outcome, "write_report", draw)
+    run_experiment(CONFIG, ONE, folder=tmp_path, profiles=[TOY])
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()}
+    assert {"report.html", "summary.json", "records.csv", "config.json"} <= before.keys()
+    monkeypatch.setattr(baton_experiments.outcome, "write_report", interrupted)
+    judged = msgspec.structs.replace(ONE, slo_ttft_ms=7.0)
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment(CONFIG, judged, folder=tmp_path, profiles=[TOY])
+    after = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()}
+    assert {name for name in before if before[name] != after[name]} == {"config.json"}
+    assert not (tmp_path / ".new").exists()
+
+
+@pytest.mark.usefixtures("no_report")
+def test_what_stands_in_the_place_of_a_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / "records.csv").mkdir()
+    with pytest.raises(ConfigError, match=r"--out: cannot be written: .*records\.csv"):
+        run_experiment(CONFIG, ONE, folder=tmp_path, profiles=[TOY])
+
+
+@pytest.mark.usefixtures("no_report")
+def test_settings_that_did_the_same_are_compared_though_others_are_missing(
+    tmp_path: Path, interrupt_play: Callable[[int], None]
+) -> None:
+    plan = msgspec.structs.replace(ONE, colocated_chunk_tokens=(64, 256))
+    interrupt_play(3)
+    notes = run_experiment(CONFIG, plan, folder=tmp_path, profiles=[TOY])[0].summary["notes"]
+    (note,) = [note for note in notes if "Not complete" in note]
+    assert "those that are done, on the same work; split:1+1 lacks every point" in note
+
+
 # --- unequal resources --------------------------------------------------------------------------------------
 
 
@@ -322,6 +415,39 @@ def test_requests_beyond_what_workers_hold_are_cut_and_that_is_stated(tmp_path: 
     (clip,) = [c for c in outcome.summary["workload"][0]["changes"] if c["change"] == "clip"]
     assert clip["max_model_len"] == 96
     assert clip["counts"]["clipped"] > 0
+    (note,) = [note for note in outcome.summary["notes"] if "CUT" in note]
+    assert f"{clip['counts']['clipped']} of 12 requests" in note
+    assert f"{clip['counts']['prompt_tokens_cut']:,} tokens of prompts" in note
+
+
+@pytest.mark.usefixtures("no_report")
+def test_lengths_that_are_rescaled_are_told(tmp_path: Path) -> None:
+    plan = msgspec.structs.replace(ONE, work=msgspec.structs.replace(PLAN.work, scale_prompt=0.5))
+    notes = run_experiment(CONFIG, plan, folder=tmp_path, profiles=[TOY])[0].summary["notes"]
+    assert "Workload: lengths are rescaled, prompts by 0.5 and outputs by 1." in notes
+    assert not [note for note in notes if "CUT" in note], "nothing was"
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_simulation_says_that_it_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome, _ = run_experiment(CONFIG, ONE, folder=tmp_path, profiles=[TOY])
+    assert SIMULATED in outcome.summary["notes"]
+    assert capsys.readouterr().out.startswith("SIMULATED")
+
+
+@pytest.mark.usefixtures("no_report")
+def test_transfers_that_were_given_up_are_told(tmp_path: Path) -> None:
+    config = parse_config({"transfer": {"lease_s": 1.0}})
+    slow = LinkModel(latency_s=0.001, bytes_per_s=2e4)
+    outcome, _ = run_experiment(config, ONE, folder=tmp_path, profiles=[TOY], link=slow)
+    notes = "\n".join(outcome.summary["notes"])
+    stuck = [r for r in outcome.records if r.stages_ms.get(str(Stage.WIRE), 0.0) >= 1000]
+    assert stuck
+    assert f"split:1+1: {len(stuck)} requests waited for KV blocks" in notes
+    assert "split:1+1: workers that only decode computed" in notes
+    assert "colocated:2: " not in notes
+    fine, _ = run_experiment(CONFIG, ONE, folder=tmp_path, profiles=[TOY], anew=True)
+    assert "split:1+1: " not in "\n".join(fine.summary["notes"])
 
 
 # --- the command --------------------------------------------------------------------------------------------
@@ -380,6 +506,12 @@ def test_colocated_is_swept_unless_somebody_says_how_large_chunks_are() -> None:
         (["--engine", "simulated", "--profile", "PROFILE,speed=3"], "KEY=VALUE"),
         (["--engine", "simulated", "--profile", "PROFILE,tp=two"], "no number"),
         (["--link-gb-per-s", "5"], "simulated engines only"),
+        (["--engine", "simulated", "--profile", "PROFILE", "--link-gb-per-s", "inf"], "is no link's"),
+        (["--engine", "simulated", "--profile", "PROFILE", "--link-gb-per-s", "nan"], "is no link's"),
+        (["--engine", "simulated", "--profile", "PROFILE", "--link-gb-per-s", "0"], "is no link's"),
+        (["--engine", "simulated", "--profile", "PROFILE", "--scale-prompt", "0"], "--scale-prompt"),
+        (["--engine", "simulated", "--profile", "PROFILE", "--scale-output", "0"], "--scale-output"),
+        (["--engine", "simulated", "--profile", "PROFILE", "--arrivals", ""], "--arrivals"),
         (["--workload", "chat", "--prompt-tokens", "3-4"], "without --workload"),
         (["--workload", "/no/such/file"], "neither a preset nor a file"),
         (["--prompt-tokens", "9-3"], "LOW-HIGH"),
@@ -398,3 +530,36 @@ def test_bad_input_is_refused_before_anything_starts(
     assert isinstance(done.exception, ConfigError), done.output
     assert problem in str(done.exception)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_result_is_told_in_words(tmp_path: Path, profile_file: Path, no_report: None) -> None:
+    run_experiment(CONFIG, ONE, folder=tmp_path / "real", profiles=[TOY])
+    config = json.loads((tmp_path / "real" / "config.json").read_bytes())
+    summary = json.loads((tmp_path / "real" / "summary.json").read_bytes())
+    config["plan"] |= {"engine": "real", "profiles": []}  # as a run on a cluster says it
+
+    def against(changes: dict[str, Any], summary: Any = summary) -> Any:
+        (tmp_path / "real" / "config.json").write_text(json.dumps(config | changes))
+        (tmp_path / "real" / "summary.json").write_text(json.dumps(summary))
+        return command("--against", tmp_path / "real", "--profile", profile_file, "--out", tmp_path / "out").exception
+
+    plan = config["plan"]
+    for changes, found in (
+        ({}, {}),
+        ({}, []),
+        ({}, {"slo": {"ttft_ms": "1"}}),
+        ({}, {"slo": {"ttft_ms": -1, "tbt_ms": 1}}),
+        ({"hardware": None}, summary),
+        ({"hardware": {"kv_blocks": {}}}, summary),
+        ({"max_model_len": None}, summary),
+        ({"cluster": {}}, summary),
+        ({"cluster": config["cluster"] | {"pools": {"both": 3}}}, summary),
+        ({"cluster": config["cluster"] | {"no_such": 3}}, summary),
+        ({"plan": plan | {"rates": "fast"}}, summary),
+        ({"plan": plan | {"placements": ["apart"]}}, summary),
+    ):
+        error = against(changes, found)
+        assert isinstance(error, ConfigError), (changes, found, error)
+        assert not (tmp_path / "out").exists(), "refused before anything starts"
+    assert against({}) is None, "whole, it is taken"
+    assert json.loads((tmp_path / "out" / "summary.json").read_bytes())["against"]["points"]

@@ -125,6 +125,12 @@ def test_settings_take_turns_and_another_one_begins_each_round() -> None:
         ({"placements": ("colocated:2", "split:2+1")}, "unequal"),
         ({"placements": ("colocated:two",)}, "colocated:N"),
         ({"placements": ("colocated:2", "colocated:2")}, "twice"),
+        ({"placements": ("split:1+1", "split:01+1")}, "colocated:N"),
+        ({"placements": ("split:\uff11+1",)}, "colocated:N"),
+        ({"rates": (1e-5,)}, "0.0001 to 1,000,000"),
+        ({"rates": (1e300,)}, "0.0001 to 1,000,000"),
+        ({"rates": (1e-4,), "work": Work(arrivals="gamma:50"), "num_requests": 2000}, "hours between two requests"),
+        ({"engine": "simulated", "profiles": ("a b", "a-b")}, "files would not"),
         ({"rates": ()}, "at least once"),
         ({"rates": (0.0,)}, "positive"),
         ({"rates": (float("nan"),)}, "positive"),
@@ -251,6 +257,27 @@ def test_a_trace_without_times_has_no_arrivals_of_its_own(tmp_path: Path) -> Non
         Work(source=str(path), arrivals="trace").check(4, (0,))
 
 
+def test_requests_that_are_left_out_for_their_length_are_counted(tmp_path: Path) -> None:
+    work = msgspec.structs.replace(write_trace(tmp_path / "trace.csv", 9), max_total_tokens=120)
+    described = work.described(rate=1.0, seed=0, num_requests=4, max_model_len=4096)
+    assert described["source"]["left_out"] == {"max_total_tokens": 120, "requests": 3}, "110, 112, ... 126 tokens"
+
+
+def test_a_file_that_changed_has_another_digest(tmp_path: Path) -> None:
+    work = write_trace(tmp_path / "trace.csv", 9)
+    before = work.digest()
+    assert before is not None
+    assert work.digest() == before
+    text = (tmp_path / "trace.csv").read_text()
+    (tmp_path / "trace.csv").write_text(text.replace("101", "102"))
+    after = work.digest()
+    assert after is not None
+    assert (after["bytes"], after["blake2b"] == before["blake2b"]) == (before["bytes"], False)
+    assert Work().digest() is None
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Work(source=str(tmp_path / "no.csv")).digest()
+
+
 # --- the folder ---------------------------------------------------------------------------------------------
 
 
@@ -341,6 +368,8 @@ def test_a_journal_goes_on_with_the_same_plan_only(tmp_path: Path) -> None:
     assert again.config["max_model_len"] == 77
     with pytest.raises(ConfigError, match=r"plan\.num_requests is 20, not 21"):
         Journal(tmp_path / "new", config_of(Plan(num_requests=21)))
+    with pytest.raises(ConfigError, match="its link is None"):
+        Journal(tmp_path / "new", config_of(Plan()) | {"link": {"bytes_per_s": 1e9}})
     judged = Journal(tmp_path / "new", config_of(Plan(slo_ttft_ms=5.0)))
     assert judged.config["plan"]["slo_ttft_ms"] == 5.0, "another SLO is the same run"
     assert Journal(tmp_path / "new", config_of(Plan(num_requests=21)), anew=True).names == set()
@@ -357,3 +386,19 @@ def test_a_journal_takes_no_file_for_its_own_that_is_not(tmp_path: Path) -> None
     (tmp_path / "new" / "journal" / "broken.msgpack").write_bytes(b"\x93")
     with pytest.raises(ConfigError, match="remove it"):
         journal.read("broken")
+
+
+def test_a_file_of_other_columns_is_no_result(tmp_path: Path) -> None:
+    write_records(tmp_path, [make_record()])
+    write_steps(tmp_path, {})
+    (tmp_path / "steps.parquet").replace(tmp_path / "records.parquet")
+    with pytest.raises(ConfigError, match=r"records\.parquet: cannot be read"):
+        read_records(tmp_path)
+
+
+def test_a_disk_that_takes_nothing_is_told_in_words(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, config_of(Plan()))
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ConfigError, match=r"--out: cannot be written: .*config\.json"):
+        journal.note(hardware={})
