@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from baton_experiments.number_table import NumberTable
 from baton_experiments.outcome import Outcome, write_outcome
 from baton_experiments.plan import EngineName, Estimate, Plan, Point
 from baton_experiments.profiles.choice import parse_reference
+from baton_experiments.profiles.links import link_of_speed
 from baton_experiments.profiles.profile import EngineProfile
 from baton_experiments.real import RealEngine, Running
 from baton_experiments.records import RequestRecord, Setting, Slo
@@ -39,8 +39,6 @@ from baton_experiments.workloads import Lengths
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as of a shell."""
-_LINK_GB_PER_S = (1e-9, 1e6)
-"""From a byte per second to far beyond any wire: what lies outside is a slip, and no time that a clock can tell."""
 _AGAINST_TAKES = ("profiles", "link_gb_per_s", "against", "engine")
 """The other options are those of the real run."""
 
@@ -143,7 +141,7 @@ def run_command(
     engine = options.engine_name
     if engine == "real" and options.link_gb_per_s is not None:
         raise ConfigError("--link-gb-per-s", "is for simulated engines only", value=options.link_gb_per_s)
-    link = None if options.link_gb_per_s is None else _link(options.link_gb_per_s)
+    link = None if options.link_gb_per_s is None else link_of_speed(options.link_gb_per_s)
     against = None
     if options.against is not None:
         options.check_against()
@@ -158,13 +156,6 @@ def run_command(
         config, plan, folder=folder, profiles=profiles, link=link, against=against, as_json=as_json
     )
     return status
-
-
-def _link(gb_per_s: float) -> LinkModel:
-    low, high = _LINK_GB_PER_S
-    if not (low <= gb_per_s <= high and math.isfinite(gb_per_s)):
-        raise ConfigError("--link-gb-per-s", "is no link's", value=gb_per_s, allowed=f"{low:g} to {high:,.0f}")
-    return LinkModel(bytes_per_s=gb_per_s * 1e9)
 
 
 def _profiles(texts: Sequence[str]) -> list[EngineProfile]:

@@ -21,6 +21,7 @@ from baton.errors import ConfigError
 from baton_cli.output import err, out, print_json
 from baton_cluster.latency import LinkModel
 from baton_experiments.profiles.choice import choose, narrowed, parse_reference
+from baton_experiments.profiles.links import link_of_speed
 from baton_experiments.profiles.memory import LEFT
 from baton_experiments.profiles.profile import EngineProfile
 from baton_experiments.records import Slo
@@ -347,9 +348,7 @@ def _is_set(tree: Any, dotted: str) -> bool:
 
 def _link(options: Options, profile: EngineProfile, notes: list[str]) -> LinkModel:
     if options.link_gb_per_s is not None:
-        if not options.link_gb_per_s > 0:
-            raise ConfigError("--link-gb-per-s", "must be positive", value=options.link_gb_per_s, allowed="> 0")
-        return LinkModel(bytes_per_s=options.link_gb_per_s * 1e9)
+        return link_of_speed(options.link_gb_per_s)
     if profile.link is not None:
         return profile.link
     notes.append(f"the profile has no link between workers: {LINK_GB_PER_S:g} GB/s are assumed (--link-gb-per-s)")

@@ -17,6 +17,9 @@ from baton.errors import ConfigError
 from baton_cluster.latency import LinkModel
 from baton_experiments.profiles.tables import header_of, read_rows
 
+LINK_GB_PER_S = (1e-9, 1e6)
+"""From a byte per second to far beyond any wire: what lies outside is a slip, and no time that a clock can tell."""
+
 VIDUR = ("size", "time_stats.send_recv.median", "collective", "devices_per_node", "num_workers")
 NCCL = ("op_name", "nccl_dtype", "num_gpus", "message_size", "latency")
 _BYTES = {"half": 2, "int8": 1}
@@ -66,3 +69,11 @@ def _fitted(path: Path, points: list[tuple[float, float]]) -> LinkModel:
     if latency < 0 or per_byte <= 0:
         raise ConfigError(str(path), "has times that do not rise with the size of the transfer")
     return LinkModel(latency_s=float(latency), bytes_per_s=float(1 / per_byte))
+
+
+def link_of_speed(gb_per_s: float) -> LinkModel:
+    """What `--link-gb-per-s` asks for. Raises ConfigError for what is no link's."""
+    low, high = LINK_GB_PER_S
+    if not low <= gb_per_s <= high:
+        raise ConfigError("--link-gb-per-s", "is no link's", value=gb_per_s, allowed=f"{low:g} to {high:,.0f}")
+    return LinkModel(bytes_per_s=gb_per_s * 1e9)
