@@ -182,7 +182,8 @@ class RouterCore:
         else:
             self.view.draining.add(worker_id)
         out: Actions = []
-        if undo:
+        stays = self.roles is not None and self.roles.look_after(now)
+        if undo or stays:
             self._life.place_parked(now, out)
         self._life.review_queue(now, out)
         return out
@@ -493,7 +494,10 @@ class RouterCore:
         self.view.prefixes.clear(worker.prefixes)
         if worker.can_decode:
             self._life.broadcast_peers(out)
+        stays = self.roles is not None and self.roles.look_after(now)
         self._life.move_from(worker, reason, now, out)
+        if stays:
+            self._life.place_parked(now, out)
         self._questions.on_lost(now, out)
 
     # --- for tests --------------------------------------------------------------------------------

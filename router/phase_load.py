@@ -84,6 +84,8 @@ class PhaseMeter:
         self._queried, self._hits = Smoothed(), Smoothed()
         self._requests, self._kv = Smoothed(), Smoothed()
         self._first_s, self._slope_s = Smoothed(), Smoothed()
+        self._had_decode = False
+        """Some worker decoded once: without any it is not just the beginning."""
 
     def observe(
         self, now: float, view: ClusterView, *, arrived_tokens: int, num_queued: int, queued_tokens: int
@@ -125,9 +127,15 @@ class PhaseMeter:
         requests, kv = self._requests.add(wanting, weight), self._kv.add(kv_tokens, weight)
         self._measure(prefill, decode, weight)
         token_s = self._token_s.value
-        if token_s is None or not decode:
+        self._had_decode = self._had_decode or bool(decode)
+        if not self._had_decode or (decode and token_s is None):
             return None
-        words, work = self._decode_work(decode, requests, kv)
+        token_s = token_s or 0.0
+        if decode:
+            words, work = self._decode_work(decode, requests, kv)
+        else:
+            # Requests that it would take are refused, so they cannot tell.
+            words, work = "there being nobody", 1.0
         taking = list(view.placeable())
         return Loads(
             PhaseLoad(

@@ -140,7 +140,7 @@ class RolePlanner:
             return no("no_spare", "both phases are full: more workers would help, other roles would not")
         if giver.share > config.low:
             return no("no_spare", f"{other} has none to spare: its load is above planner.low, {config.low:g}")
-        least = config.min_decode if to == "prefill" else config.min_prefill
+        least = self.least(other)
         if giver.workers <= least:
             return no("minimum", f"{other} keeps at least {least} of its {giver.workers} workers (planner.min_{other})")
         # What prefill could not do until now comes to decode as soon as it can.
@@ -186,6 +186,10 @@ class RolePlanner:
             role, at = self._since.get(worker.worker_id, (None, now))
             since[worker.worker_id] = (worker.role, at if role == worker.role else now)
         self._since = since
+
+    def least(self, phase: Phase) -> int:
+        """So many workers it keeps."""
+        return self._config.min_decode if phase == "decode" else self._config.min_prefill
 
     # --- what becomes of a change -----------------------------------------------------------------------
 

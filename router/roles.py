@@ -4,7 +4,7 @@ Pure. Must not know who starts workers: a launcher asks for the `order`, lets th
 other pool, under the same id; its `Join` is the end of the change.
 
     planned ──► draining ──nothing left there──► drained ──launcher: leave, start──► joined in the other role: done
-                    └──── an operator drains or undrains it, or it takes too long ────► abandoned ────┘
+                    └─ an operator drains or undrains it, it takes too long, or its phase lost others ─► abandoned ┘
 """
 
 from __future__ import annotations
@@ -59,11 +59,12 @@ class Roles:
             queued_tokens=sum(len(request.owner.prompt) for request in queued),
         )
         before = self.planner.change
+        self.look_after(now)
         begun = self.planner.observe(now, self.loads, [*map(self._planned, self._changeable())])
         if begun is not None:
             self._view.draining.add(begun.worker_id)
         elif before is not None and self.planner.change is None:
-            self._view.draining.discard(before.worker_id)
+            self._view.draining.discard(before.worker_id)  # it took too long
         self._look_whether_drained()
         return begun is not None or before is not self.planner.change
 
@@ -83,6 +84,26 @@ class Roles:
         change = self.planner.change
         if change is not None and change.worker_id == worker_id:
             self.planner.abandon(now, "an operator decided about this worker")
+
+    def look_after(self, now: float) -> bool:
+        """A worker was lost, or is drained. Whether a change is given up for that, and its worker takes requests again.
+
+        Else its phase might have nobody left, although a worker of it lives.
+        """
+        change = self.planner.change
+        worker = None if change is None else self._view.find(change.incarnation)
+        if change is None or worker is None or not worker.ready or worker.leaving:
+            return False
+        others, least = (
+            sum(w.role == change.from_role for w in self._view.placeable()),
+            self.planner.least(change.from_role),
+        )
+        if others >= least:
+            return False
+        phase = change.from_role
+        self.planner.abandon(now, f"{phase} would have {others} workers left, planner.min_{phase} is {least}")
+        self._view.draining.discard(change.worker_id)
+        return True
 
     def order(self) -> RoleOrder | None:
         """What a launcher is to do now."""

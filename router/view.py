@@ -42,7 +42,7 @@ class Typical:
         self._average = self._ms = 0.0
 
     def observe(self, ms: float) -> bool:
-        """A worker has measured this. Whether another time is typical now."""
+        """A worker has measured this. Whether another time is typical now, here or where nobody has measured any."""
         typical: Typical | float = self
         changed = False
         while isinstance(typical, Typical):
@@ -50,7 +50,7 @@ class Typical:
             typical._average = average = average + FORGET * (ms - average) if average else ms
             if abs(average - typical._ms) > STEP * typical._ms:
                 typical._ms = average
-                changed = changed or typical is self
+                changed = True
             typical = typical._fallback
         return changed
 

@@ -184,3 +184,43 @@ def test_a_worker_that_dies_while_it_drains_changes_when_it_is_back(silently: bo
         assert request.tokens == expected_tokens(request.prompt, request.sampling.max_tokens)
     cluster.check_ledger()
     check_changes(planner, cap=1)
+
+
+@pytest.mark.parametrize("drained", [False, True], ids=["dies", "is drained by an operator"])
+def test_a_change_is_given_up_when_its_phase_loses_the_others(drained: bool) -> None:
+    """Else nobody would decode, though a worker that can is there."""
+    cluster = cluster_of(enabled=True, **HASTY)
+    planner = planner_of(cluster)
+    requests = [cluster.submit(at, prompt, sampling) for at, prompt, sampling in arrivals([DAY])]
+    while planner.change is None:
+        cluster.run(until=cluster.clock.now + 1.0)
+    change = planner.change
+    (other,) = {"decode-0", "decode-1"} - {change.worker_id}
+    if drained:
+        cluster.router.on_drain(other, False, cluster.clock.now)
+    else:
+        cluster.kill(other, cluster.clock.now)
+    cluster.run()
+    assert (change.state, change.outcome) == ("abandoned", "decode would have 0 workers left, planner.min_decode is 1")
+    assert {r.finish_reason for r in requests} == {"length"}, "none is refused"
+    assert cluster.workers[change.worker_id].info.role == "decode"
+    cluster.check_ledger()
+
+
+def test_a_phase_that_has_nobody_left_gets_a_worker() -> None:
+    """Both decode workers die for good: requests are refused until a prefill worker has taken over, and no longer."""
+    cluster = cluster_of(enabled=True, **HASTY)
+    requests = [cluster.submit(at, prompt, sampling) for at, prompt, sampling in arrivals([EVEN])]
+    cluster.run(until=50.0)
+    for worker_id in ("decode-0", "decode-1"):
+        cluster.kill(worker_id, 50.0)
+    cluster.run()
+    *_, change = planner_of(cluster).history
+    assert (change.to_role, change.state) == ("decode", "done")
+    assert change.ended_at is not None
+    assert change.ended_at < 50.0 + 60.0
+    assert "there being nobody" in change.reason
+    late = [r for r in requests if r.submitted_at > change.ended_at]
+    assert len(late) > 50
+    assert {r.finish_reason for r in late} == {"length"}
+    cluster.check_ledger()

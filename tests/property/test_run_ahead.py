@@ -32,6 +32,9 @@ POOLS: dict[str, dict[str, Any]] = {
 }
 
 
+POLICIES = ["least_loaded", "round_robin", "slo_aware", "kv_aware"]
+
+
 def run(name: str, seed: int, next_token: NextToken) -> tuple[dict[str, Any], SimulatedCluster]:
     """What came out, and the cluster."""
     draw = random.Random(f"{name}/{seed}")
@@ -51,7 +54,12 @@ def run(name: str, seed: int, next_token: NextToken) -> tuple[dict[str, Any], Si
                 "prefix_cache": draw.random() < 0.5,
             },
             "transfer": {"lease_s": 4.0, "expected_growth": draw.choice([0, 2, 16])},
-            "router": {"max_attempts": 50, "decode_policy": draw.choice(["least_loaded", "round_robin", "slo_aware"])},
+            "router": {
+                "max_attempts": 50,
+                "prefill_policy": draw.choice(POLICIES),
+                "decode_policy": draw.choice(POLICIES),
+                "conditional_split": draw.random() < 0.3,
+            },
         }
     )
     steps: list[StepRecord] = []
@@ -104,7 +112,7 @@ def state_of(cluster: SimulatedCluster) -> list[Any]:
         state.append((worker.core.load(), worker.busy_s, worker.bytes_sent, worker.alive))
     for view in cluster.router.view.workers.values():
         state.append((view.load, view.seen, view.load_ms, view.queue_ms, view.tbt_ms, view.token_ms))
-    return state
+    return [*state, cluster.router.recent(50)]
 
 
 @pytest.mark.parametrize("name", POOLS)
