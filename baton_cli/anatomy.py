@@ -24,6 +24,8 @@ from baton_experiments.words import counted, number
 REQUESTS = 3000
 """Of a distribution, for the useful share of KV memory."""
 PAPER = "pagedattention"
+LEAST, MOST = 1e-6, 1e9
+"""Of what a device is said to have, in the options' units."""
 ALLOCATIONS = {
     "max": "reserve the model's limit",
     "pow2": "prompt and a power of two",
@@ -39,7 +41,11 @@ def chosen_device(
     gpu: str | None, tflops: float | None, gb_per_s: float | None, memory_gib: float | None
 ) -> Device | None:
     """From the options; None where none was given. Raises ConfigError where they do not make one."""
-    if gpu is None and tflops is None and gb_per_s is None:
+    options = {"--peak-tflops": tflops, "--bandwidth": gb_per_s, "--memory": memory_gib}
+    for option, value in options.items():
+        if value is not None and not LEAST <= value <= MOST:  # so is what is no number
+            raise ConfigError(option, "is nothing that a device has", value=value, allowed=f"{LEAST:f} to {MOST:,.0f}")
+    if gpu is None and all(value is None for value in options.values()):
         return None
     if gpu is not None:
         found = device(gpu)
@@ -77,7 +83,9 @@ def run_anatomy(
     """Compute, measure where `measured` says on what, print, and write to `folder`. Raises ModelError, ConfigError."""
     if question.lengths and question.slots is None and (question.device is None or question.device.memory_gib is None):
         raise ConfigError(
-            "--workload", "needs to know how much KV memory there is", allowed="--gpu, --memory or --slots"
+            "--workload",
+            "needs to know how much KV memory there is",
+            allowed="--gpu, or --memory beside the peaks, or --slots",
         )
     shape = read_shape(model)
     data = anatomy(shape, question)
@@ -159,7 +167,7 @@ def _model_table(data: dict[str, Any]) -> NumberTable:
     rows = [
         ("layers, query heads, key heads", f"{model['layers']}, {model['heads']}, {model['kv_heads']}"),
         ("parameters", f"{weights['parameters']:,}" + (f", {active:,} for a token" if model["experts"] > 1 else "")),
-        ("weights", _size(weights["bytes"])),
+        ("weights", _size(weights["bytes"]) + (f", {weights['quantization']}" if weights["quantization"] else "")),
         ("KV cache of a token", f"{cache['bytes_per_token']:,} B ({_size(cache['bytes_per_token'])})"),
         ("were it multi-head", _size(cache["bytes_per_token_multi_head"])),
         (f"KV block of {cache['block_size']} tokens", _size(cache["bytes_per_block"])),
@@ -233,6 +241,7 @@ def _use_table(use: dict[str, Any]) -> NumberTable:
         f"{counted(use['requests'], 'request')} of {number(use['mean_prompt_tokens'])} tokens in and "
         f"{number(use['mean_output_tokens'])} out on average, at most {use['max_len']:,} each"
         + (f"; {use['left_out']:,} longer left out" if use["left_out"] else "")
+        + (f"; they come {use['times']:,} times, to fill it" if use["times"] > 1 else "")
     )
     return table
 

@@ -452,7 +452,7 @@ def anatomy(
         typer.Argument(help="A known model (llama-3.1-8b, opt-13b, ...), demo, a folder, a config.json, or a hub id."),
     ],
     gpu: Annotated[str | None, typer.Option(help="A device by name, such as A100, H100, H200, L4, MI300X.")] = None,
-    gpus: Annotated[int, typer.Option(min=1, help="So many of them share the weights.")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, max=100_000, help="So many of them share the weights.")] = 1,
     peak_tflops: Annotated[float | None, typer.Option(help="Of a device that has no name here.")] = None,
     bandwidth: Annotated[float | None, typer.Option(help="GB/s of its memory.")] = None,
     memory: Annotated[float | None, typer.Option(help="GiB of its memory.")] = None,

@@ -39,8 +39,9 @@ from baton_experiments.work import Work
 from baton_experiments.workloads import Lengths, describe, read_trace
 
 ENGINE_DEFAULTS = {"engine.max_batch_requests": 256}
-"""As engines on GPUs have it; cluster.yaml's default is for CPUs."""
+"""As engines on GPUs have it, and for them only; cluster.yaml's default is for CPUs."""
 CHUNKS = (512, 2048)
+"""On GPUs. On CPUs what cluster.yaml has."""
 LINK_GB_PER_S = 25.0
 """Where neither profile nor user says it: 200 Gbit/s, a network card of a GPU server."""
 ROUNDS = 3
@@ -96,7 +97,8 @@ def run_plan(
 ) -> int:
     """Search or replay, show and write what came out; the exit status. Ctrl-C keeps what is known by then.
 
-    `force`: `emit` may overwrite what somebody else wrote. Raises ConfigError, if at all, before the search.
+    `force`: `emit` may overwrite what somebody else wrote. Raises ConfigError before the search, or where one of its
+    processes dies.
     """
     started = time.monotonic()
     named = _checked(options, folder, emit, force=force)
@@ -155,7 +157,7 @@ def _checked(options: Options, folder: Path, emit: Path | None, *, force: bool) 
     """The named candidates. Raises ConfigError for all that is wrong before anything is read or searched."""
     for option, limit in (("--slo-ttft", options.slo_ttft), ("--slo-tbt", options.slo_tbt)):
         if not 0 < limit < math.inf:
-            raise ConfigError(option, "must be positive", value=limit, allowed="milliseconds, > 0")
+            raise ConfigError(option, "must be positive and finite", value=limit, allowed="milliseconds, > 0")
     check_question(options.attainment, options.definition, options.requests, options.chunks)
     if folder.exists() and not folder.is_dir():
         raise ConfigError("--out", "is not a folder", value=str(folder))
@@ -331,10 +333,10 @@ def _config(options: Options, profile: EngineProfile) -> tuple[ClusterConfig, tu
     if options.config is not None:
         load_config(options.config)  # says what is wrong with it
         written = parse_yaml(options.config.read_text(encoding="utf-8"), str(options.config)) or {}
-    ours = {key: value for key, value in ENGINE_DEFAULTS.items() if not _is_set(written, key)}
+    ours = {key: value for key, value in ENGINE_DEFAULTS.items() if profile.gpus and not _is_set(written, key)}
     config = with_settings_of(load_config(options.config, {**ours, **overrides}), profile)
     budget = "engine.max_batch_tokens"
-    is_said = budget in overrides or budget in profile.config or _is_set(written, budget)
+    is_said = not profile.gpus or budget in overrides or budget in profile.config or _is_set(written, budget)
     return config, options.chunks or ((config.engine.max_batch_tokens,) if is_said else CHUNKS)
 
 
@@ -492,12 +494,18 @@ def _emit(path: Path, found: Plan | Replayed, study: Study, options: Options, *,
     row = found.row(found.winner)
     assert row is not None
     profile = next(iter(study.profiles.values()))
-    model = profile.model
+    model, config = profile.model, study.config
+    if options.max_model_len is not None:
+        limited = msgspec.structs.replace(config.model, max_model_len=options.max_model_len)
+        config = msgspec.structs.replace(config, model=limited)
+    # On GPUs workers take what memory they find, unless somebody has said what to plan with.
+    is_said = not profile.gpus or options.kv_tokens_per_gpu is not None
     text = cluster_yaml(
         found.winner,
-        config=study.config,
+        config=config,
         model=model,
-        cpu_kv_tokens=None if profile.gpus else profile.kv_tokens,
+        kv_tokens={tp: study.kv_tokens(tp) for tp in study.profiles} if is_said else None,
+        device="cuda" if profile.gpus else "cpu",
         chunk_tokens=row.chunk_tokens,
         found=f"for {model} on at most {options.gpus} GPUs",
         comments=(
@@ -617,6 +625,8 @@ def _sentence(found: Plan | Replayed, study: Study) -> str:
         f"{row.name} keeps the SLO for {share} of the requests at up to {row.goodput:.2f}/s "
         f"on {row.gpus} GPUs, {row.per_gpu:.3f}/s per GPU"
     )
+    if row.bottleneck == "throughput":
+        text += " (at higher rates work piles up, whatever the SLO: it is no limit here)"
     kind = "colocated" if row.candidate.is_split else "split"
     others = [r for r in found.rows if r.candidate.is_split != row.candidate.is_split]
     other = next((r for r in others if r.is_simulated and r.goodput > 0), None)

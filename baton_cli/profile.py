@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,6 +63,7 @@ def run_profile(
     """
     from baton.engine.build import resolve_device
 
+    _require_writable(path)
     pool = require_pool(config, pool)
     if cpu_time and (device := resolve_device(config.pools[pool])) != "cpu":
         raise ConfigError("--cpu-time", "says nothing of a GPU", value=device, allowed="on CPUs only; leave it out")
@@ -110,6 +112,7 @@ def run_profile_from(
     folder: Path, *, pool: str | None, spread: bool, path: Path, as_json: bool = False
 ) -> EngineProfile:
     """Fit the steps of an experiment. Raises ConfigError where it has none."""
+    _require_writable(path)
     recorded = read_recorded(folder)
     engine = describe_engine(recorded.config, require_pool(recorded.config, pool))
     steps = [(step.shape, step.seconds) for step in recorded.steps]
@@ -119,6 +122,18 @@ def run_profile_from(
     measured = {"how": f"steps of {recorded.runs} runs of {folder.name}"}
     source = f"steps recorded by `baton experiment` in {folder.name}"
     return _finish(recorded.config, engine, fitted, between, {}, measured, source=source, path=path, as_json=as_json)
+
+
+def _require_writable(path: Path) -> None:
+    """Raises ConfigError now, not after minutes of measuring. A file that is there stays as it is."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            path.open("a").close()
+        else:
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as e:
+        raise ConfigError("--out", f"cannot be written: {e.strerror or e}", value=str(path)) from e
 
 
 def _finish(

@@ -282,14 +282,17 @@ class Recorded(NamedTuple):
 
 
 def read_recorded(folder: Path) -> Recorded:
-    """Of a real run. Raises ConfigError where it was simulated, or has no steps."""
+    """Of a real run. Raises ConfigError where it was simulated, has no steps, or is damaged."""
     from baton_experiments.results import read_result
 
     result = read_result(folder)
     steps = [step for some in result.steps.values() for step in some]
-    if result.config["plan"]["engine"] != "real" or not steps:
+    plan, cluster = result.config.get("plan"), result.config.get("cluster")
+    if not isinstance(plan, dict) or not isinstance(cluster, dict):
+        raise ConfigError(str(folder / "config.json"), "is not what an experiment writes: it lacks plan or cluster")
+    if plan.get("engine") != "real" or not steps:
         raise ConfigError(str(folder), "holds no steps of real workers; run it with --engine real")
-    config = parse_config({**result.config["cluster"], "security": {}, "http": {}})
+    config = parse_config({**cluster, "security": {}, "http": {}})
     good = [record for record in result.records if record.error is None]
     handoffs = []
     for record in good:

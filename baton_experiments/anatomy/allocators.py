@@ -33,6 +33,8 @@ Lengths = Sequence[tuple[int, int]]
 
 WARM_UP = 0.1
 """Of all requests: until so many have ended the server fills, and nothing is counted."""
+FILLS = 4
+"""Of the pool: fewer are over before it is in balance."""
 WATERMARK = 0.01
 """Of the blocks that paged admission leaves free, as vLLM does, so that a newcomer is not preempted at once."""
 
@@ -246,6 +248,14 @@ def compare(lengths: Lengths, *, slots: int, max_len: int, block_size: int = 16)
             usage = contiguous(lengths, slots=slots, max_len=max_len, reserve=reserve, spans=spans)
             found[reserve + suffix] = usage
     return found | {"paged": paged(lengths, slots=slots, max_len=max_len, block_size=block_size)}
+
+
+def times_to_fill(lengths: Lengths, slots: int) -> int:
+    """How often such requests must come again to keep the pool full: their prompts fill it twice, and all of their
+    tokens FILLS times."""
+    prompts = sum(prompt for prompt, _ in lengths)
+    tokens = prompts + sum(answer for _, answer in lengths)
+    return max(1, -(-2 * slots // max(1, prompts)), -(-FILLS * slots // tokens))
 
 
 def _usage(sums: Sequence[int], steps: int, slots: int) -> Usage:

@@ -8,9 +8,11 @@ are norms, rotations and softmax, which are few beside them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from baton.errors import ConfigError
 from baton.layout import DTYPE_BYTES
 from baton_experiments.anatomy.shape import ModelShape
 
@@ -40,21 +42,53 @@ class Work(NamedTuple):
 class Sizes(NamedTuple):
     """Bytes of a number of weights and of the cache."""
 
-    weight: int = 2
-    kv: int = 2
+    weight: float = 2
+    kv: float = 2
+    body: float | None = None
+    """Of the matrices that every token passes, where they are quantised; None: as `weight`."""
+    experts: float | None = None
+    """Of the experts', likewise."""
+
+    def stored(self, others: float, body: float, experts: float) -> float:
+        """Bytes of so many numbers of each kind of weights."""
+        body_bytes = self.weight if self.body is None else self.body
+        experts_bytes = self.weight if self.experts is None else self.experts
+        return others * self.weight + body * body_bytes + experts * experts_bytes
 
 
 HALVES = Sizes()
 """Both in 16 bits."""
 
 
-def element_bytes(dtype: str) -> int:
-    """Of a dtype's name; one byte for the 8-bit ones."""
-    return DTYPE_BYTES.get(dtype, 1 if "8" in dtype else 2)
+ELEMENT_BYTES: dict[str, float] = {
+    **DTYPE_BYTES,
+    **dict.fromkeys(("float64", "fp64"), 8),
+    **dict.fromkeys(("fp32",), 4),
+    **dict.fromkeys(("fp16", "bf16"), 2),
+    **dict.fromkeys(("int8", "uint8", "float8", "fp8", "fp8_e4m3", "fp8_e5m2"), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"), 1),
+    **dict.fromkeys(("int4", "uint4", "fp4", "nf4"), 0.5),
+}
+"""By a dtype's name, as PyTorch, vLLM and papers have it."""
+
+
+def element_bytes(dtype: str, setting: str = "dtype") -> float:
+    """Of a dtype's name. Raises ConfigError, which names `setting`, for one that is not in the table."""
+    found = ELEMENT_BYTES.get(dtype.lower())
+    if found is None:
+        raise ConfigError(setting, "is no dtype that is known here", value=dtype, allowed=", ".join(ELEMENT_BYTES))
+    return found
 
 
 def kv_bytes_per_token(shape: ModelShape, sizes: Sizes = HALVES) -> int:
-    return shape.kv_per_token * sizes.kv
+    """Whole bytes: what is less than one counts as one."""
+    return math.ceil(shape.kv_per_token * sizes.kv)
+
+
+def weight_bytes(shape: ModelShape, sizes: Sizes = HALVES) -> int:
+    """Of all that are stored."""
+    others = shape.parameters - shape.body - shape.experts_parameters
+    return math.ceil(sizes.stored(others, shape.body, shape.experts_parameters))
 
 
 def step_work(shape: ModelShape, items: Iterable[tuple[int, int]], sizes: Sizes = HALVES) -> Work:
@@ -73,8 +107,8 @@ def _work(shape: ModelShape, tokens: int, samples: int, attended: float, read: f
     active = shape.body + shape.experts_parameters * shape.experts_per_token / shape.experts
     per_position = 2 * shape.attention_layers * shape.heads * (shape.qk_dim + shape.v_dim)
     operations = 2 * (tokens * active + samples * shape.head) + per_position * attended
-    weights = shape.body + shape.head + shape.experts_read(tokens)
-    return Work(operations, weights * sizes.weight, (read + tokens) * kv_bytes_per_token(shape, sizes))
+    weights = sizes.stored(shape.head, shape.body, shape.experts_read(tokens))
+    return Work(operations, weights, (read + tokens) * kv_bytes_per_token(shape, sizes))
 
 
 def prefill(shape: ModelShape, tokens: int, context: int = 0, sizes: Sizes = HALVES) -> Work:
@@ -118,7 +152,7 @@ class Fit(NamedTuple):
 
 def memory_fit(shape: ModelShape, memory_bytes: float, share: float, sizes: Sizes = HALVES) -> Fit:
     """Weights and cache in `share` of the memory. `kv_tokens` is 0 where the weights alone are too large."""
-    usable, weights = int(memory_bytes * share), shape.parameters * sizes.weight
+    usable, weights = int(memory_bytes * share), weight_bytes(shape, sizes)
     left = max(0, usable - weights)
     return Fit(usable, weights, left, left // kv_bytes_per_token(shape, sizes))
 

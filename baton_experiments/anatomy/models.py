@@ -15,7 +15,9 @@ import msgspec
 
 from baton.engine.model_spec import stored_dtype
 from baton.engine.transformers_spec import layer_windows
-from baton.errors import ModelError
+from baton.errors import BatonError, ModelError
+from baton_experiments.anatomy.arithmetic import element_bytes
+from baton_experiments.anatomy.quantization import Quantization, read_quantization
 from baton_experiments.anatomy.shape import ModelShape
 from baton_experiments.words import enumerated
 
@@ -141,6 +143,10 @@ def read_shape(source: str) -> ModelShape:
             f"{source} is no folder with a config.json, no hub id that can be reached, and none of "
             f"{', '.join(KNOWN)}{hint}: {problem[:300]}"
         ) from e
+    except (ArithmeticError, AttributeError, IndexError, TypeError) as e:  # some configs compute without a look
+        raise ModelError(
+            f"{source}: its config.json cannot be made a model of: {' '.join(str(e).split())[:300]}"
+        ) from e
     return shape_of(source, read, "its config.json")
 
 
@@ -156,16 +162,20 @@ def _plain(name: str) -> str:
 
 def shape_of(name: str, config: Any, source: str) -> ModelShape:
     """Of a config of transformers. Raises ModelError where it has no causal language model of that kind."""
+    quantization = read_quantization(config)
     config = config.get_text_config()
     try:
-        counts = _count(config)
+        _require_sizes(config)
+        counts = _count(config, quantization)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         latent = getattr(config, "kv_lora_rank", None)
         qk_dim = (config.qk_nope_head_dim + config.qk_rope_head_dim) if latent else head_dim
         v_dim = config.v_head_dim if latent else head_dim
         kv_heads = _kv_heads(config)
-        attention_layers = _attention_layers(config)
+        attention_layers, kv_layers = _attention_layers(config)
         per_layer = latent + config.qk_rope_head_dim if latent else kv_heads * (qk_dim + v_dim)
+        if kv_layers * per_layer < 1:
+            raise ValueError("none of its layers keeps keys and values")
         experts, chosen = _experts(config)
         return ModelShape(
             name=name,
@@ -179,19 +189,35 @@ def shape_of(name: str, config: Any, source: str) -> ModelShape:
             max_len=config.max_position_embeddings,
             experts=experts,
             experts_per_token=chosen,
-            kv_per_token=attention_layers * per_layer,
+            kv_per_token=kv_layers * per_layer,
             kv_windows=_windows(config),
             attention_layers=attention_layers,
+            kv_layers=kv_layers,
             dtype=stored_dtype(config),
+            quantization=None if quantization is None else quantization.method,
             source=source,
             **counts,
         )
-    except (ValueError, TypeError, AttributeError, RuntimeError, ImportError) as e:
+    except BatonError:
+        raise
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError, ImportError) as e:
         raise ModelError(f"{name}: its config.json cannot be made a model of: {' '.join(str(e).split())[:300]}") from e
 
 
-def _count(config: Any) -> dict[str, int]:
-    """Parameters by what they cost: `parameters`, `body`, `head`, `experts_parameters` of `ModelShape`."""
+def _require_sizes(config: Any) -> None:
+    """Raises ValueError for what is none of at least 1: transformers builds some of those, and nothing follows."""
+    required = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
+    optional = ("num_key_value_heads", "num_kv_heads", "head_dim", "kv_lora_rank")
+    values = {name: getattr(config, name) for name in required}
+    values |= {name: value for name in optional if (value := getattr(config, name, None)) is not None}
+    for name, value in values.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}, and must be 1 or more")
+
+
+def _count(config: Any, quantization: Quantization | None) -> dict[str, Any]:
+    """Parameters by what they cost: `parameters`, `body`, `head`, `experts_parameters` of `ModelShape`, and the bits of
+    the second and the last."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -200,17 +226,28 @@ def _count(config: Any) -> dict[str, int]:
         model: Any = AutoModelForCausalLM.from_config(config)
         model.tie_weights()
     total, body, experts = 0, 0, 0
+    kept = {"body": 0, "experts": 0}  # of those, what is not quantised
     head = model.get_output_embeddings().weight
     looked_up = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     for name, parameter in model.named_parameters():  # a shared one once
         total += parameter.numel()
         if parameter.ndim < 2 or parameter is head or id(parameter) in looked_up:
             continue
-        if ".experts." in name:
+        is_expert = ".experts." in name
+        if is_expert:
             experts += parameter.numel()
         else:
             body += parameter.numel()
-    return {"parameters": total, "body": body, "head": head.numel(), "experts_parameters": experts}
+        if quantization is not None and not quantization.includes(name, is_expert=is_expert):
+            kept["experts" if is_expert else "body"] += parameter.numel()
+    counts = {"parameters": total, "body": body, "head": head.numel(), "experts_parameters": experts}
+    if quantization is None:
+        return counts
+    plain_bits = 8 * element_bytes(stored_dtype(config))
+    return counts | {
+        "body_bits": quantization.mean_bits(body, kept["body"], plain_bits),
+        "experts_bits": quantization.mean_bits(experts, kept["experts"], plain_bits),
+    }
 
 
 def _kv_heads(config: Any) -> int:
@@ -220,9 +257,14 @@ def _kv_heads(config: Any) -> int:
     return int(found or config.num_attention_heads)
 
 
-def _attention_layers(config: Any) -> int:
+def _attention_layers(config: Any) -> tuple[int, int]:
+    """That attend, and those of them that keep keys and values: the last ones may use what others keep."""
+    layers = config.num_hidden_layers
     types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    return sum("attention" in kind and "linear" not in kind for kind in types) if types else config.num_hidden_layers
+    attend = ["attention" in kind and "linear" not in kind for kind in types] if types else [True] * layers
+    is_known = hasattr(type(config), "num_kv_shared_layers")  # a config.json may hold other architectures' keys
+    shared = config.num_kv_shared_layers if is_known else 0
+    return sum(attend), sum(attend[: max(0, layers - shared)])
 
 
 def _windows(config: Any) -> tuple[tuple[int, int], ...]:

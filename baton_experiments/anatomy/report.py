@@ -12,6 +12,7 @@ from baton.engine.memory import GPU_SHARE
 from baton.errors import ConfigError
 from baton_experiments.anatomy import allocators, published
 from baton_experiments.anatomy.arithmetic import (
+    ELEMENT_BYTES,
     Sizes,
     Work,
     decode,
@@ -20,6 +21,7 @@ from baton_experiments.anatomy.arithmetic import (
     kv_bytes_per_token,
     memory_fit,
     prefill,
+    weight_bytes,
     work_with_cache,
     work_without_cache,
 )
@@ -32,6 +34,8 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 GENERATED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PROMPT = 16
 """Of the answers of growing length."""
+MAX_REQUESTS = 50_000
+"""For the useful share of KV memory: more take minutes."""
 CONTEXTS = (1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 
 
@@ -56,10 +60,13 @@ class Question(msgspec.Struct, frozen=True):
 
 
 def anatomy(shape: ModelShape, question: Question) -> dict[str, Any]:
-    """Everything. Sections that need a device are None without one."""
+    """Everything. Sections that need a device are None without one.
+
+    Raises ConfigError for a dtype or a workload that nothing can be said of.
+    """
     dtype = question.weight_dtype or shape.dtype
     kv_dtype = question.kv_dtype or dtype
-    sizes = Sizes(element_bytes(dtype), element_bytes(kv_dtype))
+    sizes = _sizes(shape, question, dtype, kv_dtype)
     device = _together(question.device, question.gpus)
     fit = _memory(shape, device, sizes)
     return {
@@ -70,7 +77,8 @@ def anatomy(shape: ModelShape, question: Question) -> dict[str, Any]:
         "weights": {
             "parameters": shape.parameters,
             "active_parameters": shape.active,
-            "bytes": shape.parameters * sizes.weight,
+            "bytes": weight_bytes(shape, sizes),
+            "quantization": None if question.weight_dtype else shape.quantization,
         },
         "device": None if device is None else msgspec.to_builtins(device) | {"ridge": device.ridge},
         "memory": fit,
@@ -88,6 +96,21 @@ def anatomy(shape: ModelShape, question: Question) -> dict[str, Any]:
     }
 
 
+def _sizes(shape: ModelShape, question: Question, dtype: str, kv_dtype: str) -> Sizes:
+    weight = element_bytes(dtype, "--dtype" if question.weight_dtype else f"{shape.name}: dtype")
+    kv = element_bytes(kv_dtype, "--kv-dtype" if question.kv_dtype else "--dtype")
+    if question.weight_dtype or shape.quantization is None:
+        return Sizes(weight, kv)
+    if shape.body_bits is None or shape.experts_bits is None:
+        raise ConfigError(
+            "--dtype",
+            f"is needed: {shape.name} is quantised ({shape.quantization}), and its config.json does not say in how "
+            "many bits",
+            allowed=", ".join(ELEMENT_BYTES),
+        )
+    return Sizes(weight, kv, shape.body_bits / 8, shape.experts_bits / 8)
+
+
 def _together(device: Device | None, gpus: int) -> Device | None:
     if device is None or gpus == 1:
         return device
@@ -99,7 +122,7 @@ def _cache(shape: ModelShape, sizes: Sizes) -> dict[str, Any]:
     each = kv_bytes_per_token(shape, sizes)
     return {
         "bytes_per_token": each,
-        "bytes_per_token_multi_head": shape.kv_per_token_multi_head * sizes.kv,
+        "bytes_per_token_multi_head": math.ceil(shape.kv_per_token_multi_head * sizes.kv),
         "bytes_per_block": each * BLOCK_SIZE,
         "block_size": BLOCK_SIZE,
         "by_context": [{"tokens": n, "bytes": n * each} for n in CONTEXTS if n <= shape.max_len],
@@ -145,12 +168,19 @@ def _use(shape: ModelShape, question: Question, fit: dict[str, Any] | None) -> d
         raise ConfigError(
             "--workload", "has no request that fits", value=question.lengths_name, allowed=f"<= {max_len}"
         )
-    found = allocators.compare(lengths, slots=slots, max_len=max_len, block_size=BLOCK_SIZE)
+    times = allocators.times_to_fill(lengths, slots)
+    if times > (at_most := max(1, MAX_REQUESTS // len(lengths))):
+        most = slots * at_most // times
+        raise ConfigError(
+            "--slots", "are more KV memory than is filled here with such requests", value=slots, allowed=f"<= {most}"
+        )
+    found = allocators.compare(list(lengths) * times, slots=slots, max_len=max_len, block_size=BLOCK_SIZE)
     return {
         "slots": slots,
         "max_len": max_len,
         "lengths": question.lengths_name,
         "requests": len(lengths),
+        "times": times,
         "left_out": len(question.lengths) - len(lengths),
         "mean_prompt_tokens": sum(p for p, _ in lengths) / len(lengths),
         "mean_output_tokens": sum(a for _, a in lengths) / len(lengths),

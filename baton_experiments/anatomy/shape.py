@@ -36,14 +36,24 @@ class ModelShape(msgspec.Struct, frozen=True):
     same where a request's blocks are one list, as they are here."""
     attention_layers: int = 0
     """That attend to all tokens before, or to a window of them; a layer with a recurrent state does not."""
+    kv_layers: int | None = None
+    """Of those, the ones that keep keys and values; the others attend to theirs. None: all do."""
     dtype: str = "bfloat16"
-    """Of the weights, as the model names it."""
+    """Of the weights, as the model names it. Where they are quantised, that of what is not: embeddings, output matrix,
+    norms, and what the cache keeps."""
+    quantization: str | None = None
+    """By which method, as the model names it; None: the weights are not quantised."""
+    body_bits: float | None = None
+    """Mean of a number of `body` as it is stored, scales included; None: not known, or not quantised."""
+    experts_bits: float | None = None
+    """Of `experts_parameters`, likewise."""
     source: str = ""
 
     @property
     def kv_per_token_multi_head(self) -> int:
         """What the cache would keep if each query head had a key and a value of its own."""
-        return self.attention_layers * self.heads * (self.qk_dim + self.v_dim)
+        layers = self.attention_layers if self.kv_layers is None else self.kv_layers
+        return layers * self.heads * (self.qk_dim + self.v_dim)
 
     @property
     def active(self) -> int:

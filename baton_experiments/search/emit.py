@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import yaml
 
@@ -32,20 +32,20 @@ def cluster_yaml(
     chunk_tokens: int,
     found: str,
     comments: Sequence[str] = (),
-    cpu_kv_tokens: int | None = None,
+    kv_tokens: Mapping[int, int] | None = None,
+    device: Literal["cuda", "cpu"] = "cuda",
 ) -> str:
     """A cluster file that `baton up` reads: the candidate's pools, and its simulation's settings that are not default.
 
-    `found`: for what, in words. `cpu_kv_tokens`: workers are CPU cores whose KV cache holds so many. Raises ConfigError
-    if it would not be valid.
+    `found`: for what, in words. `kv_tokens`: what a worker's KV cache holds, by tensor parallel degree; None: what its
+    memory does. Raises ConfigError if it would not be valid.
     """
     engine = _changed(config.engine, EngineConfig()) | {"max_batch_tokens": chunk_tokens}
     pools: dict[str, Any] = {}
     for role, pool in candidate.pools.items():
-        place: dict[str, Any] = {"gpus": pool.tp, "device": "cuda"}
-        if cpu_kv_tokens is not None:
-            place = {"device": "cpu", "kv_blocks": max(1, cpu_kv_tokens // config.engine.block_size)}
-        pools[role] = {"workers": pool.workers, **place}
+        pools[role] = {"workers": pool.workers} | ({"gpus": pool.tp} if device == "cuda" else {}) | {"device": device}
+        if kv_tokens is not None:
+            pools[role]["kv_blocks"] = max(1, kv_tokens[pool.tp] // config.engine.block_size)
     tree: dict[str, Any] = {
         "name": config.name,
         "model": {"source": model},

@@ -49,7 +49,7 @@ def points(plan: Plan, share: float) -> list[Point]:
         if curve.setup.phase != "whole":
             continue
         for o in curve.outcomes:
-            if o.rate > 0 and not o.stopped and o.good >= share - 1e-9 and o.ttft_ms and o.tbt_ms:
+            if o.rate > 0 and not o.stopped and not o.piled_up and o.good >= share - 1e-9 and o.ttft_ms and o.tbt_ms:
                 gpus = curve.setup.candidate.gpus
                 found.append(
                     Point(curve.setup.name, gpus, o.rate, o.rate / gpus, o.ttft_ms["p90"], o.tbt_ms["p90"], o.good)

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import os
 import queue
 import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from threading import Thread
+from typing import Literal, NamedTuple
 
+from baton.errors import ConfigError
 from baton_experiments.search.phases import Curve
 from baton_experiments.search.rates import highest_rate
 from baton_experiments.search.run import Outcome, Setup, run_alone, run_at, run_recorded
@@ -84,7 +89,7 @@ def perform(study: Study, task: Task) -> Curve:
         keeps_coarsely = _keeper(study, task.setup, coarse, few, warmup_s)
         start = lowest = UNLIKELY * one_by_one
         if keeps(study, alone):
-            start, lowest = START[task.setup.phase] * one_by_one, _lowest(workers, warmup_s)
+            start, lowest = START[task.setup.phase] * one_by_one, min(lowest, _lowest(workers, warmup_s))
         found, _ = highest_rate(keeps_coarsely, start, tolerance=COARSE_TOLERANCE, step=COARSE_STEP, lowest=lowest)
         outcomes |= {rate: o for rate, o in coarse.items() if rate < found * KNEE}
         if task.kind == "coarse" or not found:
@@ -104,7 +109,9 @@ def _alone(study: Study, setup: Setup) -> Outcome:
     few = min(ALONE_REQUESTS, study.num_requests)
     alone = run_alone(study, setup, num_requests=few)
     if study.num_requests > few and abs(alone.good - study.share) < _by_chance(study, few):
-        return run_alone(study, setup, num_requests=min(IN_DOUBT * few, study.num_requests))
+        alone = run_alone(study, setup, num_requests=min(IN_DOUBT * few, study.num_requests))
+    if not alone.busy_s_per_request:  # none of these has a second token
+        alone = run_alone(study, setup, num_requests=len(study.load))
     return alone
 
 
@@ -118,7 +125,8 @@ def _lowest(workers: int, warmup_s: float) -> float:
 
 
 def keeps(study: Study, outcome: Outcome) -> bool:
-    return not outcome.stopped and outcome.good >= study.share - 1e-9
+    """A rate at which work piles up is not kept, however long the SLO lets requests wait."""
+    return not outcome.stopped and not outcome.piled_up and outcome.good >= study.share - 1e-9
 
 
 def _keeper(
@@ -179,35 +187,40 @@ class Runner:
 class PoolRunner(Runner):
     """Runs `jobs` tasks at a time, each in a process."""
 
-    def __init__(self, study: Study, jobs: int, pool: Any):
+    def __init__(self, study: Study, jobs: int, pool: ProcessPoolExecutor):
         super().__init__(study)
         self.jobs = jobs
         self._pool = pool
-        self._done: queue.SimpleQueue[tuple[int, Curve | BaseException]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[int, Future[Curve]]] = queue.SimpleQueue()
 
     def start(self, number: int, task: Task) -> None:
-        self._pool.apply_async(
-            _perform_here,
-            (task,),
-            callback=lambda curve: self._done.put((number, curve)),
-            error_callback=lambda error: self._done.put((number, error)),
-        )
+        self._pool.submit(_perform_here, task).add_done_callback(lambda future: self._done.put((number, future)))
 
     def next_done(self) -> tuple[int, Curve]:
-        number, curve = self._done.get()
-        if isinstance(curve, BaseException):
-            raise curve
-        return number, curve
+        number, future = self._done.get()
+        return number, future.result()
 
 
 @contextmanager
 def runner_of(study: Study, jobs: int) -> Iterator[Runner]:
-    """`jobs` above 1 starts processes; they are ended with the context, whatever they are doing."""
+    """`jobs` above 1 starts processes; they are ended with the context, whatever they are doing.
+
+    Within it ConfigError is raised when one of them dies.
+    """
     if jobs == 1:
         yield Runner(study)
         return
-    with multiprocessing.get_context("spawn").Pool(jobs, _prepare, (study,)) as pool:  # its exit terminates them
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _prepare, (study,))
+    try:
         yield PoolRunner(study, jobs, pool)
+    except BrokenProcessPool:
+        problem = "one of the processes was killed, as the kernel does where memory runs out"
+        raise ConfigError("--jobs", problem, value=jobs, allowed="fewer, which need less memory") from None
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in set(multiprocessing.active_children()) - others:
+            process.terminate()
 
 
 _study: Study | None = None
@@ -216,7 +229,16 @@ _study: Study | None = None
 def _prepare(study: Study) -> None:
     global _study
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told, and ends them
+    Thread(target=_end_with_parent, daemon=True).start()
     _study = study
+
+
+def _end_with_parent() -> None:
+    """Whoever kills the parent does not mean its children to compute on for nobody."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _perform_here(task: Task) -> Curve:

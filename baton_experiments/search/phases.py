@@ -53,7 +53,7 @@ class Curve(msgspec.Struct, frozen=True):
 
     def attainment(self) -> Attainment:
         """By rate in goodputs, whatever was run of it, from one request at a time on."""
-        points = [(o.rate / (self.goodput or 1.0), o.good) for o in self.outcomes]
+        points = [(o.rate / (self.goodput or 1.0), 0.0 if o.piled_up else o.good) for o in self.outcomes]
         if points[0][0] > 0:
             points.append((0.0, points[0][1]))
         return Attainment(points)

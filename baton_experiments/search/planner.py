@@ -31,6 +31,8 @@ WEIGHTS = {"prefill": 1.0, "decode": 6.0, "whole": 8.0}
 """What a task of each phase takes, roughly, compared to the others."""
 COARSE = 0.3
 """A search with few requests takes so much of one with all."""
+AT_ONCE = 4
+"""Candidates that are chosen together to be simulated as a whole: the same ones in any number of processes."""
 FULL_KV = 0.2
 """Share of the time without room for one more request from which on that is what limits."""
 
@@ -126,7 +128,9 @@ class Planner:
         self._alone: dict[tuple[str, int], Outcome] = {}
         """What came of requests that had such a worker to themselves, by role and degree."""
         self._tps = [tp for tp in sorted(study.profiles) if tp <= min(max_gpus, gpus_per_node)]
-        self._candidates = list(named) or all_candidates(self._tps, max_gpus)
+        self._candidates = list(named) or [
+            candidate for candidate in all_candidates(self._tps, max_gpus) if study.load.decodes or candidate.both
+        ]
         self._named = bool(named)
         self._done = self._total = 0.0
         self._num_runs = 0
@@ -230,7 +234,7 @@ class Planner:
         self._total += WEIGHTS["whole"] * len(wanted)
         self._drive([self._whole(candidate) for candidate in wanted], runner)
         left = self._confirm
-        while left and (batch := self._most_promising(min(left, runner.jobs))):
+        while left and (batch := self._most_promising(min(left, AT_ONCE))):
             self._drive([self._whole(candidate) for candidate in batch], runner)
             left -= len(batch)
         self._total = self._done
@@ -254,11 +258,15 @@ class Planner:
         return [candidate for _, candidate in best.values()]
 
     def _whole(self, candidate: Candidate) -> Chain:
+        # Guessed now, not when the chain comes to run: by then others may have ended, or not.
         expected = estimate(candidate, self._curves, self._study.share)
         guess = expected.goodput or None if expected else None
         warmup_s = max((self._warmup_s.get((r, p.tp), 0.0) for r, p in candidate.pools.items()), default=0.0) or None
-        curve = yield Task(Setup(candidate, self._chunk_of(candidate)), "search", guess, warmup_s)
-        self._keep(candidate, curve)
+
+        def chain() -> Chain:
+            self._keep(candidate, (yield Task(Setup(candidate, self._chunk_of(candidate)), "search", guess, warmup_s)))
+
+        return chain()
 
     def _chunk_of(self, candidate: Candidate) -> int:
         """A cluster has one step budget; that of its prefill side counts, as decode seldom fills any."""
@@ -386,6 +394,9 @@ def require_fitting(candidates: Sequence[Candidate], study: Study, max_gpus: int
         have = ", ".join(f"TP {tp}" for tp in sorted(study.profiles))
         raise ConfigError("--gpus", f"are too few for any worker: the profile has {have}", value=max_gpus)
     for candidate in candidates:
+        if candidate.is_split and not study.load.decodes:
+            problem = "has nothing to decode, as no request has a second output token"
+            raise ConfigError("--candidate", problem, value=candidate.name, allowed="colocated ones")
         if candidate.gpus > max_gpus:
             raise ConfigError(
                 "--candidate", f"takes {candidate.gpus} GPUs", value=candidate.name, allowed=f"{max_gpus}"
@@ -425,11 +436,13 @@ def unattainable(study: Study, alone: Mapping[tuple[str, int], Outcome]) -> str:
 
 
 def bottleneck(curve: Curve) -> str:
-    """What makes the SLO be missed first when the rate rises."""
+    """What makes the SLO be missed first when the rate rises; `throughput` where work piles up before it is."""
     miss = curve.first_miss
     if miss is None:
         return ""
     split = curve.setup.candidate.is_split
+    if miss.piled_up and not miss.stopped:
+        return "throughput"
     if miss.failed > max(miss.missed_ttft, miss.missed_tbt):
         return "router"
     full = miss.kv_full >= FULL_KV

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from datetime import datetime
@@ -18,9 +19,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from baton_experiments.workloads import RequestShape, TraceError, Workload, read_trace
+from baton.errors import ConfigError
+from baton_experiments.workloads import FORMATS, RequestShape, TraceError, Workload, read_trace
 from baton_experiments.workloads.workload import Counts, Shapes
 
+OWN_FORMATS = ("router", "records")
 LOGGER = "baton.router.requests"
 _HEAD_LINES = 10_000
 """Among which a log has at least one line of a request."""
@@ -38,10 +41,12 @@ def read_recorded(path: Path | str, format: str | None = None, *, where: Mapping
     """The requests of a recorded log, with the times at which they came.
 
     `format`: `router`, `records`, or one of `baton_experiments.workloads.FORMATS`; None: told from the file. `where`:
-    only rows whose fields have these values. Raises TraceError if the file cannot be read or holds no requests, some of
-    it only while iterating.
+    only rows whose fields have these values. Raises ConfigError for another format, and TraceError if the file cannot
+    be read or holds no requests, some of it only while iterating.
     """
     path = Path(path)
+    if format is not None and format not in (*OWN_FORMATS, *FORMATS):
+        raise ConfigError("--format", "is unknown", value=format, allowed=", ".join((*OWN_FORMATS, *FORMATS)))
     kind = format or _kind(path)
     if kind == "router":
         return Workload(lambda counts: iter(_log(path, counts)), {"kind": "router log", "file": path.name})
@@ -91,7 +96,7 @@ def _log(path: Path, counts: Counts) -> list[RequestShape]:
     found: list[tuple[float, int, int]] = []
     counts |= {"without tokens": 0}
     with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             fields = _fields(line)
             if fields is None:
                 continue
@@ -103,8 +108,10 @@ def _log(path: Path, counts: Counts) -> list[RequestShape]:
                 continue
             if prompt < 1 or output < 1:
                 counts["without tokens"] += 1
-            else:
-                found.append((at, prompt, output))
+                continue
+            if not math.isfinite(at):
+                raise TraceError(str(path), number, f"total_ms is no time: {fields['total_ms']}")
+            found.append((at, prompt, output))
     if not found:
         raise TraceError(
             str(path), 0, f"has no line of {LOGGER} that tells of an answered request; log_level: info does"
@@ -114,7 +121,7 @@ def _log(path: Path, counts: Counts) -> list[RequestShape]:
 
 
 def _records(path: Path, where: dict[str, str], counts: Counts) -> Shapes:
-    counts |= {"failed": 0}
+    counts |= {"failed": 0, "without tokens": 0}
     points: set[tuple[str, ...]] = set()
     found: list[tuple[float, int, int]] = []
     csv.field_size_limit(_MAX_FIELD)
@@ -132,12 +139,18 @@ def _records(path: Path, where: dict[str, str], counts: Counts) -> Shapes:
             try:
                 if row.get("error"):
                     counts["failed"] += 1
+                    continue
+                at, prompt, output = float(row["at_s"]), int(row["prompt_tokens"]), int(row["output_tokens"])
+                if not math.isfinite(at):
+                    raise ValueError(f"at_s is no time: {row['at_s']}")
+                if prompt < 1 or output < 1:
+                    counts["without tokens"] += 1
                 else:
-                    found.append((float(row["at_s"]), int(row["prompt_tokens"]), int(row["output_tokens"])))
+                    found.append((at, prompt, output))
             except (TypeError, ValueError) as e:
                 raise TraceError(str(path), line, f"is no record of an experiment: {e}") from None
     if not found:
-        raise TraceError(str(path), 0, "has no records" + (" with these values" if where else ""))
+        raise TraceError(str(path), 0, "has no records " + ("with these values" if where else "of answered requests"))
     found.sort()
     return _shapes(found)
 

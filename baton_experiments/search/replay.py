@@ -14,7 +14,7 @@ from baton.errors import ConfigError
 from baton_experiments.search.candidate import Candidate, Pool, all_candidates
 from baton_experiments.search.jobs import Chain, Runner, Task, drive, runner_of
 from baton_experiments.search.phases import Curve
-from baton_experiments.search.planner import OnProgress, bottleneck, require_fitting
+from baton_experiments.search.planner import AT_ONCE, OnProgress, bottleneck, require_fitting
 from baton_experiments.search.run import Outcome, Setup
 from baton_experiments.search.study import Study
 
@@ -77,7 +77,9 @@ class Replayer:
         self._jobs = jobs
         self._on_progress = on_progress
         tps = [tp for tp in sorted(study.profiles) if tp <= min(max_gpus, gpus_per_node)]
-        self._candidates = list(named) or all_candidates(tps, max_gpus)
+        self._candidates = list(named) or [
+            candidate for candidate in all_candidates(tps, max_gpus) if study.load.decodes or candidate.both
+        ]
         self._named = bool(named)
         self._parts: dict[Candidate, Curve] = {}
         """Phases, and what was simulated as a whole."""
@@ -133,7 +135,7 @@ class Replayer:
             rows = sorted((row for c in self._candidates if (row := self._row(c)) is not None), key=self._order)
             fewest = min((r.gpus for r in rows if r.is_simulated and self._suffices(r)), default=None)
             batch = [row.candidate for row in rows if not row.is_simulated and (fewest is None or row.gpus < fewest)][
-                : min(left, runner.jobs)
+                : min(left, AT_ONCE)
             ]
             if not batch or (fewest is not None and not any(self._suffices(r) for r in rows if r.candidate in batch)):
                 break

@@ -37,6 +37,8 @@ SOURCE_KV_TOKENS = 1 << 22
 NUM_LOOKS = 400
 """At KV pools, during the requests that are judged."""
 HORIZON = 4
+PILED_UP = 2
+"""Requests that a run has in it at a time, in those that it judges: it was too short to tell what the rate leads to."""
 VOCAB_SIZE = 32_000
 _TOKEN = 1
 
@@ -89,6 +91,8 @@ class Outcome(msgspec.Struct, frozen=True):
     busy_s_per_request: float = 0.0
     kv_full: float = 0.0
     """Share of the time in which the KV pool of a worker that decodes had no room for one more average request."""
+    piled_up: bool = False
+    """Requests came so much faster than they were served that only the end of the run kept them from being late."""
 
 
 class _Stop(Exception):
@@ -181,7 +185,8 @@ def run_at(
     warmup = round(rate * warmup_s)
     judged = max(num_requests, round(rate * warmup_s * HORIZON))
     shapes = islice(study.load.at_rate(rate), warmup + judged + warmup // 2)
-    return _run(study, setup, shapes, rate, warmup, judged, may_stop=may_stop)
+    outcome = _run(study, setup, shapes, rate, warmup, judged, may_stop=may_stop)
+    return msgspec.structs.replace(outcome, piled_up=_is_piled_up(outcome))
 
 
 def run_recorded(study: Study, setup: Setup, *, may_stop: bool = False) -> Outcome:
@@ -221,6 +226,11 @@ def _run(
         cluster.play(_requests(study, setup, shapes), judge.on_end_of_many)
     outcome = _outcome(study, setup, cluster, judge, rate, count)
     return msgspec.structs.replace(outcome, kv_full=room.share_full)
+
+
+def _is_piled_up(outcome: Outcome) -> bool:
+    """By the mean number of requests in a system: its rate times the time that they spend there."""
+    return outcome.rate * outcome.latency_s > PILED_UP * outcome.requests
 
 
 def _outcome(study: Study, setup: Setup, cluster: SimulatedCluster, judge: _Judge, rate: float, count: int) -> Outcome:

@@ -53,6 +53,11 @@ class Load(msgspec.Struct, frozen=True):
             seed,
         )
 
+    @property
+    def decodes(self) -> bool:
+        """Whether any request has a second output token; the first one comes of prefill."""
+        return max(self.outputs) > 1
+
     def __len__(self) -> int:
         return len(self.times)
 

@@ -20,15 +20,26 @@ from baton.errors import ConfigError, ModelError
 from baton.step_log import StepRecord, StepShape
 from baton_cli.anatomy import PAPER, chosen_device, chosen_lengths, run_anatomy, tables
 from baton_experiments.anatomy import published
-from baton_experiments.anatomy.allocators import Buddy, FirstFit, Usage, compare, contiguous, paged, reserved
+from baton_experiments.anatomy.allocators import (
+    Buddy,
+    FirstFit,
+    Usage,
+    compare,
+    contiguous,
+    paged,
+    reserved,
+    times_to_fill,
+)
 from baton_experiments.anatomy.arithmetic import (
     Sizes,
     decode,
     decode_batch_at_ridge,
+    element_bytes,
     kv_bytes_per_token,
     memory_fit,
     prefill,
     step_work,
+    weight_bytes,
     work_with_cache,
     work_without_cache,
 )
@@ -36,7 +47,8 @@ from baton_experiments.anatomy.devices import DEVICES, device
 from baton_experiments.anatomy.measured import measure, useful_share
 from baton_experiments.anatomy.models import KNOWN, read_shape, shape_of
 from baton_experiments.anatomy.plot import plot_anatomy
-from baton_experiments.anatomy.report import Question, anatomy, growth
+from baton_experiments.anatomy.quantization import read_quantization
+from baton_experiments.anatomy.report import MAX_REQUESTS, Question, anatomy, growth
 from baton_experiments.anatomy.shape import ModelShape
 
 GIB, KIB = 2**30, 2**10
@@ -354,6 +366,129 @@ def test_other_names_and_names_with_an_owner_are(monkeypatch: pytest.MonkeyPatch
     assert asked == ["gpt2", "meta-llama/Llama-3.1-8B-Base"]
 
 
+LLAMA = KNOWN["llama-3.1-8b"].config
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "gb"),
+    [
+        (GPTQ, 5.73),  # its checkpoints on the hub have 5.73 GB
+        ({"quant_method": "fp8", "modules_to_not_convert": ["lm_head"]}, 9.08),  # 9.08
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 9.08),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "modules_to_not_convert": ["self_attn"]}, 7.71),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "group_size": None}}},
+                "ignore": ["lm_head", "re:.*mlp"],
+            },
+            14.72,
+        ),
+    ],
+)
+def test_quantised_weights_are_as_large_as_they_are_stored(quantization: dict[str, Any], gb: float) -> None:
+    from transformers import AutoConfig
+
+    shape = shape_of("quantised", AutoConfig.for_model(**LLAMA, quantization_config=quantization), "")
+    data = anatomy(shape, Question(device=device("H100")))
+    assert data["weights"]["bytes"] / 1e9 == pytest.approx(gb, abs=0.01)
+    assert data["weights"]["quantization"] == quantization["quant_method"]
+    assert data["memory"]["weight_bytes"] == data["weights"]["bytes"]
+    assert data["kv_cache"]["bytes_per_token"] == 131_072, "the cache stays in 16 bits"
+    plain = anatomy(shape, Question(weight_dtype="bfloat16"))
+    assert plain["weights"]["bytes"] == 2 * shape.parameters and plain["weights"]["quantization"] is None
+    read = [found["decode"][0]["bytes"] for found in (data, plain)]
+    assert plain["weights"]["bytes"] - data["weights"]["bytes"] == pytest.approx(read[1] - read[0], abs=1)
+
+
+def test_only_experts_are_in_mxfp4() -> None:
+    shape = shape_of(
+        "experts",
+        config_of(
+            model_type="gpt_oss",
+            num_local_experts=4,
+            head_dim=16,
+            dtype="bfloat16",
+            quantization_config={"quant_method": "mxfp4"},
+        ),
+        "",
+    )
+    assert (shape.body_bits, shape.experts_bits) == (16, 4.25)
+    sizes = Sizes(2, 2, shape.body_bits / 8, shape.experts_bits / 8)
+    others = shape.parameters - shape.experts_parameters
+    assert weight_bytes(shape, sizes) == pytest.approx(2 * others + 4.25 / 8 * shape.experts_parameters, abs=1)
+
+
+def test_a_quantisation_without_bits_needs_a_dtype(tmp_path: Path) -> None:
+    config = config_of(model_type="llama", quantization_config={"quant_method": "aqlm"})
+    shape = shape_of("unknown", config, "")
+    with pytest.raises(ConfigError, match=r"--dtype: is needed.*aqlm"):
+        anatomy(shape, Question())
+    assert anatomy(shape, Question(weight_dtype="int4"))["weights"]["bytes"] == shape.parameters / 2
+    found = read_quantization(config_of(model_type="llama", quantization_config={**GPTQ, "bits": "many"}))
+    assert found is not None and found.bits is None
+
+
+def test_dtypes_are_known_by_name() -> None:
+    sizes = {"float64": 8, "bfloat16": 2, "FP16": 2, "fp8_e4m3": 1, "float8_e5m2": 1, "int8": 1, "int4": 0.5}
+    assert {name: element_bytes(name) for name in sizes} == sizes
+    shape = read_shape("llama-3.1-8b")
+    for question, option in (
+        (Question(weight_dtype="banana"), "--dtype"),
+        (Question(kv_dtype="float18"), "--kv-dtype"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{option}: is no dtype.*bfloat16"):
+            anatomy(shape, question)
+    half = anatomy(shape, Question(device=device("H100"), kv_dtype="int4"))
+    assert half["kv_cache"]["bytes_per_token"] == 32_768
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_attention_heads": 0},
+        {"num_key_value_heads": 0},
+        {"num_hidden_layers": 0},
+        {"num_hidden_layers": -1},
+        {"hidden_size": 0},
+        {"max_position_embeddings": 0},
+        {"vocab_size": 0},
+    ],
+)
+def test_sizes_that_no_model_has_are_told(wrong: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | wrong), encoding="utf-8")
+    with pytest.raises(ModelError, match=r"config\.json cannot be made a model of"):
+        read_shape(str(tmp_path))
+
+
+def test_layers_that_share_keys_and_values_keep_them_once() -> None:
+    from transformers import AutoConfig
+
+    types = ["sliding_attention"] * 4 + ["full_attention"]
+    small = {
+        "hidden_size": 64,
+        "intermediate_size": [128] * 10,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 100,
+        "vocab_size_per_layer_input": 100,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 4,
+        "layer_types": types * 2,
+        "activation_sparsity_pattern": [0.0] * 10,
+        "altup_num_inputs": 2,
+    }
+    shared = shape_of("shares", AutoConfig.for_model("gemma3n_text", **small, num_kv_shared_layers=5), "")
+    assert (shared.attention_layers, shared.kv_layers) == (10, 5)
+    assert shared.kv_per_token == 5 * 2 * 2 * 16
+    assert shared.kv_per_token_multi_head == 2 * shared.kv_per_token
+    foreign = shape_of("llama", config_of(model_type="llama", num_kv_shared_layers=2), "")
+    assert foreign.kv_layers == foreign.attention_layers == 4, "its architecture knows no such setting"
+
+
 # --- the command -----------------------------------------------------------------------------------
 
 
@@ -428,6 +563,33 @@ def test_devices_from_options() -> None:
         chosen_device(None, 100.0, None, None)
     with pytest.raises(ConfigError, match="H100"):
         chosen_device("Z9000", None, None, None)
+    with pytest.raises(ConfigError, match="--peak-tflops: is needed too"):
+        chosen_device(None, None, None, 10.0)
+
+
+@pytest.mark.parametrize("value", [0.0, -5.0, float("nan"), float("inf"), 1e300])
+@pytest.mark.parametrize("option", ["--peak-tflops", "--bandwidth", "--memory"])
+def test_what_no_device_has_is_told(option: str, value: float) -> None:
+    values = {"--peak-tflops": 100.0, "--bandwidth": 1000.0, "--memory": 80.0} | {option: value}
+    for gpu in (None, "H100"):
+        with pytest.raises(ConfigError, match=f"^{option}: "):
+            chosen_device(gpu, *values.values())
+
+
+def test_requests_come_again_until_the_memory_is_full(llama: ModelShape) -> None:
+    lengths = ((100, 20), (50, 30), (80, 1))
+    data = anatomy(llama, Question(lengths=lengths, lengths_name="three", slots=4096, max_len=256))
+    use = data["kv_memory_use"]
+    assert use["requests"] == 3 and use["times"] == 59, "4 x 4096 tokens of 281 at a time"
+    assert use["usage"]["paged"]["token"] > 0.8
+    file = io.StringIO()
+    for table in tables(data | {"measured": None}):
+        Console(file=file, width=200).print(table)
+    assert f"they come {use['times']} times" in file.getvalue()
+    with pytest.raises(ConfigError, match=r"--slots: .*got 1000000000.*allowed: <= \d+") as told:
+        anatomy(llama, Question(lengths=lengths, lengths_name="three", slots=10**9, max_len=256))
+    most = int(str(told.value.allowed).removeprefix("<= "))
+    assert times_to_fill(lengths, most) * len(lengths) <= MAX_REQUESTS, "what it allows is taken"
 
 
 def test_lengths_come_from_presets_and_traces(tmp_path: Path) -> None:

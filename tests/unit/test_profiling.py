@@ -226,6 +226,15 @@ def test_a_simulated_experiment_is_no_source_of_a_profile(tiny_model: Path, tmp_
         run_profile_from(tmp_path / "run", pool=None, spread=False, path=tmp_path / "p.json")
 
 
+@pytest.mark.parametrize("damaged", ["plan", "cluster"])
+def test_a_damaged_experiment_is_no_source_of_a_profile(tiny_model: Path, tmp_path: Path, damaged: str) -> None:
+    result_folder(tmp_path / "run", tiny_model)
+    file = tmp_path / "run/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | {damaged: None}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"config\.json: .*lacks plan or cluster"):
+        run_profile_from(tmp_path / "run", pool=None, spread=False, path=tmp_path / "p.json")
+
+
 # --- measured --------------------------------------------------------------------------------------
 
 

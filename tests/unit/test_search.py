@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
+import os
 import random
+import signal
+import subprocess
+import sys
 from itertools import accumulate, pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +24,7 @@ from baton.config import parse_config
 from baton.engine.request import StepPlan
 from baton.errors import ConfigError
 from baton_cli.main import app
-from baton_cli.plan import _sentence
+from baton_cli.plan import Options, _config, _sentence
 from baton_cluster.latency import LatencyModel, LinkModel
 from baton_cluster.logs import _FORMAT, JsonFormatter
 from baton_experiments.columns import Columns
@@ -32,7 +37,7 @@ from baton_experiments.search.baselines import high_affinity, low_affinity
 from baton_experiments.search.candidate import Candidate, Pool, all_candidates, parse_candidate, sampled_counts
 from baton_experiments.search.emit import cluster_yaml, is_emitted
 from baton_experiments.search.fronts import latency_front, pareto, points, total_front
-from baton_experiments.search.jobs import Task, perform
+from baton_experiments.search.jobs import Task, perform, runner_of
 from baton_experiments.search.phases import Curve, estimate
 from baton_experiments.search.planner import Plan, Planner, Row
 from baton_experiments.search.rates import Attainment, crossing, highest_rate, neighbours
@@ -343,6 +348,57 @@ def test_a_search_repeats_exactly_in_any_number_of_processes() -> None:
     assert run(1) == run(2)
 
 
+@pytest.mark.parametrize("jobs", [1, 2, 8])
+def test_what_is_simulated_does_not_depend_on_the_number_of_processes(
+    jobs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner = Planner(study(), max_gpus=6, jobs=jobs)
+    planner._curves.update(curves({Pool(1): 10.0}, {Pool(1): 30.0}))
+    batches: list[int] = []
+    monkeypatch.setattr(planner, "_drive", lambda chains, runner: batches.append(len(chains)))
+    planner._run_whole(SimpleNamespace(jobs=jobs))  # type: ignore[arg-type]
+    assert batches[1:] == [4, 2]
+
+
+def test_a_killed_process_ends_the_search_with_a_reason() -> None:
+    before = set(multiprocessing.active_children())
+
+    def search() -> None:
+        with runner_of(study(), 2) as runner:
+            runner.start(0, Task(Setup(Candidate(prefill=Pool(1)), 400), "search"))
+            (process,) = set(multiprocessing.active_children()) - before
+            process.kill()
+            runner.next_done()
+
+    with pytest.raises(ConfigError, match="--jobs: one of the processes was killed"):
+        search()
+    assert set(multiprocessing.active_children()) <= before
+
+
+PARENT = """
+import multiprocessing, os, time
+from concurrent.futures import ProcessPoolExecutor
+from baton_experiments.search.jobs import _prepare
+pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _prepare, (None,))
+pid = pool.submit(os.getpid).result()
+pool.submit(time.sleep, 600)
+print(pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_processes_end_when_their_parent_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+        try:
+            parent.communicate(timeout=60)  # its output is the child's too, and ends with the last of them
+        except subprocess.TimeoutExpired:
+            os.kill(child, signal.SIGKILL)
+            raise
+
+
 def test_named_candidates_are_all_simulated() -> None:
     named = [parse_candidate(name) for name in ("split:2+1", "colocated:3", "split:1+2")]
     plan = Planner(study(), max_gpus=3, named=named).run()
@@ -380,6 +436,34 @@ def test_what_cannot_be_planned_is_said() -> None:
         study(share=1.5)
     with pytest.raises(ConfigError, match="--definition"):
         study(definition="splitwise")
+
+
+def test_requests_of_one_token_are_not_decoded() -> None:
+    def load(*outputs: int) -> Load:
+        return Load(tuple(map(float, range(len(outputs)))), (PROMPT,) * len(outputs), outputs)
+
+    one_token = study(load=load(*[1] * 150))
+    plan = Planner(one_token, max_gpus=2).run()
+    assert plan.winner is not None and plan.rows and not any(row.candidate.is_split for row in plan.rows)
+    assert plan.rows[0].per_gpu == pytest.approx(10, rel=0.08)
+    for search in (Planner, Replayer):
+        with pytest.raises(ConfigError, match="has nothing to decode"):
+            search(one_token, max_gpus=2, named=[parse_candidate("split:1+1")])
+    # Late ones alone have a second token: 1 request in 5 takes 10 gaps, of 8 at a time.
+    seldom = study(load=load(*[1] * 120, *[OUTPUT] * 30))
+    curve = perform(seldom, Task(Setup(Candidate(decode=Pool(1)), 400), "coarse"))
+    assert curve.alone is not None and curve.alone.requests == 150
+    assert curve.goodput > 30
+
+
+def test_an_slo_without_limits_is_kept_up_to_what_is_served() -> None:
+    plan = Planner(study(slo=Slo(1e9, 1e9)), max_gpus=2, named=[parse_candidate("split:1+1")]).run()
+    (row,) = plan.rows
+    assert row.bottleneck == "throughput"
+    assert 10 < row.goodput < 60  # 10/s for as long as one likes
+    assert "work piles up, whatever the SLO" in _sentence(plan, study())
+    beyond = run_at(study(slo=Slo(1e9, 1e9)), Setup(Candidate(both=Pool(1)), 400), 1000.0, num_requests=60)
+    assert beyond.good == 1 and beyond.piled_up
 
 
 def late_alone(every: int, **changes: Any) -> Study:
@@ -538,6 +622,25 @@ def test_an_experiments_records_are_a_workload_point_by_point(tmp_path: Path) ->
         list(read_recorded(path, where={"rate": "3.0"}))
 
 
+def test_a_log_without_times_or_tokens_is_not_replayed(tmp_path: Path) -> None:
+    path = tmp_path / "records.csv"
+    rows = ["split:1+1,2.0,1.5,40,9", "split:1+1,2.0,2.5,40,0", "split:1+1,2.0,3.0,40,2"]
+    path.write_text("\n".join(["placement,rate,at_s,prompt_tokens,output_tokens", *rows]), encoding="utf-8")
+    workload = read_recorded(path)
+    assert list(workload) == [RequestShape(0.0, 40, 9), RequestShape(1.5, 40, 2)]
+    assert workload.description["source"]["counts"] == {"requests": 2, "failed": 0, "without tokens": 1}
+    path.write_text(path.read_text(encoding="utf-8").replace("3.0,40", "nan,40"), encoding="utf-8")
+    with pytest.raises(TraceError, match=r"records\.csv:4.*at_s is no time: nan"):
+        list(read_recorded(path))
+    log = tmp_path / "router.log"
+    line = "2026-01-01 00:00:0{},000 1 INFO baton.router.requests: request x ended: prompt_tokens=3 completion_tokens=2"
+    log.write_text(f"{line.format(1)} total_ms=5\n{line.format(2)} total_ms=nan\n", encoding="utf-8")
+    with pytest.raises(TraceError, match=r"router\.log:2.*total_ms is no time: nan"):
+        list(read_recorded(log))
+    with pytest.raises(ConfigError, match=r"--format: is unknown \(got 'nope'\); allowed: router, records, "):
+        read_recorded(log, "nope")
+
+
 def test_other_logs_are_read_as_traces(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n1.0,5,6\n1.5,7,8\n", encoding="utf-8")
@@ -570,7 +673,13 @@ def test_the_emitted_cluster_file_is_read_back() -> None:
     assert "tensor" not in one
     assert parse_config(yaml.safe_load(one)).pools["both"].workers == 2
     cpu = cluster_yaml(
-        Candidate(both=Pool(2)), config=config, model="demo", chunk_tokens=512, found="", cpu_kv_tokens=3200
+        Candidate(both=Pool(2)),
+        config=config,
+        model="demo",
+        chunk_tokens=512,
+        found="",
+        kv_tokens={1: 3200},
+        device="cpu",
     )
     both = parse_config(yaml.safe_load(cpu)).pools["both"]
     assert (both.device, both.gpus, both.kv_blocks) == ("cpu", 0, 200)
@@ -690,6 +799,36 @@ def test_a_file_that_is_not_from_a_plan_is_not_overwritten(profile_path: Path, t
     assert is_emitted(mine.read_text(encoding="utf-8"))
     absent = plan_command(profile_path, *options, "--emit", str(tmp_path / "nowhere" / "plan.yaml"))
     assert "no file in a folder that is there" in str(absent.exception)
+
+
+def test_the_emitted_file_has_what_was_planned_with(profile_path: Path, tmp_path: Path) -> None:
+    emitted = tmp_path / "plan.yaml"
+    options = ["--gpus", "2", "--candidate", "colocated:1xtp2", "--out", str(tmp_path / "out"), "--emit", str(emitted)]
+    result = plan_command(profile_path, *options, "--kv-tokens-per-gpu", "9000", "--max-model-len", "900")
+    assert result.exit_code == 0, result.output
+    config = parse_config(yaml.safe_load(emitted.read_text(encoding="utf-8")))
+    assert config.model.max_model_len == 900
+    assert config.pools["both"].kv_blocks == 2 * 9000 // config.engine.block_size
+
+
+def test_workers_on_cpus_keep_the_settings_for_cpus() -> None:
+    options, usual = Options("profile.json", 2), parse_config({}).engine
+    config, chunks = _config(options, profile(TwoPhases(), tp=0))
+    assert (config.engine.max_batch_requests, chunks) == (usual.max_batch_requests, (usual.max_batch_tokens,))
+    config, chunks = _config(options, profile(TwoPhases(), tp=1))
+    assert (config.engine.max_batch_requests, chunks) == (256, (512, 2048))
+
+
+def test_a_profile_that_cannot_be_written_is_not_measured(tmp_path: Path) -> None:
+    there = tmp_path / "there.json"
+    there.write_text("{}", encoding="utf-8")
+    for path in (tmp_path, there / "below.json"):
+        command = ["profile", "--from", str(tmp_path / "nothing"), "--out", str(path)]
+        error = CliRunner().invoke(app, command).exception
+        assert isinstance(error, ConfigError) and str(error).startswith("--out: cannot be written")
+    error = CliRunner().invoke(app, ["profile", "--from", str(tmp_path / "nothing"), "--out", str(there)]).exception
+    assert "--out" not in str(error)  # what is wrong then is the rest
+    assert there.read_text(encoding="utf-8") == "{}"
 
 
 def test_long_requests_of_a_trace_are_left_out(profile_path: Path, tmp_path: Path) -> None:
