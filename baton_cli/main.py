@@ -562,7 +562,9 @@ def plan(
     seed: Annotated[int, typer.Option(min=0, help="Of the work.")] = 0,
     chunk_tokens: Annotated[
         list[int] | None,
-        typer.Option(help="engine.max_batch_tokens to choose from. Repeatable. Default: as configured; on GPUs 512, 2048."),
+        typer.Option(
+            help="engine.max_batch_tokens to choose from. Repeatable. Default: as configured; on GPUs 512, 2048."
+        ),
     ] = None,
     candidate: Annotated[
         list[str] | None, typer.Option(help="Only these: colocated:4, split:3+1, split:2xtp4+4xtp2. Repeatable.")

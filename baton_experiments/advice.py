@@ -33,9 +33,9 @@ def helps(study: Study, found: Bottleneck) -> list[str]:
             f"For {name}: a prompt takes {milliseconds(stages['prefill'])} and hardly waits, so more workers would not "
             "help: faster ones would, or several GPUs for one worker, or a looser limit of TTFT."
         ]
-    sentences = []
     if split and found.limit in ("prefill compute", "decode batch"):
-        sentences.append(f"For {name}: {_better_ratio(study, int(split[1]), int(split[2]), found)}.")
+        return [f"For {name}: {_better_ratio(study, int(split[1]), int(split[2]), found)}."]
+    sentences = []
     tried = sorted(
         {
             s.chunk_tokens
@@ -43,11 +43,9 @@ def helps(study: Study, found: Bottleneck) -> list[str]:
             if (s.placement, s.engine) == (found.placement, found.engine) and s.chunk_tokens
         }
     )
-    if found.limit == "prefill compute" and not split:
+    if found.limit == "prefill compute":
         sentences.append(f"For {name}: {_chunks(found, tried)}.")
-    elif found.limit == "prefill compute" and not sentences:
-        sentences.append(f"For {name}: more prefill workers, or larger chunks on them.")
-    elif found.limit == "decode batch" and not sentences:
+    elif found.limit == "decode batch":
         sentences.append(
             f"For {name}: more workers that decode, so that each has a smaller batch (`engine.max_batch_requests`)."
         )

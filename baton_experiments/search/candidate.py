@@ -79,10 +79,13 @@ def _pool(workers: str, tp: str | None) -> Pool:
     return Pool(int(workers), int(tp or 1))
 
 
-def all_candidates(tps: Iterable[int], max_gpus: int) -> list[Candidate]:
-    """Every split and colocated placement of at most so many GPUs, each pool of one degree of `tps`."""
+def all_candidates(tps: Iterable[int], max_gpus: int, *, decodes: bool = True) -> list[Candidate]:
+    """Every split and colocated placement of at most so many GPUs, each pool of one degree of `tps`.
+
+    `decodes`: whether there is anything to decode; else only colocated ones.
+    """
     pools = [Pool(workers, tp) for tp in sorted(tps) for workers in range(1, max_gpus // tp + 1)]
-    split = [Candidate(p, d) for p in pools for d in pools if p.gpus + d.gpus <= max_gpus]
+    split = [Candidate(p, d) for p in pools for d in pools if decodes and p.gpus + d.gpus <= max_gpus]
     return split + [Candidate(both=pool) for pool in pools]
 
 

@@ -221,7 +221,9 @@ def runner_of(study: Study, jobs: int) -> Iterator[Runner]:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in set(multiprocessing.active_children()) - others:
             process.terminate()
-        pool.shutdown(wait=True)  # its own thread reaps them; two that wait for one process would miss each other's news
+        pool.shutdown(
+            wait=True
+        )  # its own thread reaps them; two that wait for one process would miss each other's news
 
 
 _study: Study | None = None

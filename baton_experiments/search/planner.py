@@ -128,9 +128,7 @@ class Planner:
         self._alone: dict[tuple[str, int], Outcome] = {}
         """What came of requests that had such a worker to themselves, by role and degree."""
         self._tps = [tp for tp in sorted(study.profiles) if tp <= min(max_gpus, gpus_per_node)]
-        self._candidates = list(named) or [
-            candidate for candidate in all_candidates(self._tps, max_gpus) if study.load.decodes or candidate.both
-        ]
+        self._candidates = list(named) or all_candidates(self._tps, max_gpus, decodes=study.load.decodes)
         self._named = bool(named)
         self._done = self._total = 0.0
         self._num_runs = 0

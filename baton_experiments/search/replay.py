@@ -77,9 +77,7 @@ class Replayer:
         self._jobs = jobs
         self._on_progress = on_progress
         tps = [tp for tp in sorted(study.profiles) if tp <= min(max_gpus, gpus_per_node)]
-        self._candidates = list(named) or [
-            candidate for candidate in all_candidates(tps, max_gpus) if study.load.decodes or candidate.both
-        ]
+        self._candidates = list(named) or all_candidates(tps, max_gpus, decodes=study.load.decodes)
         self._named = bool(named)
         self._parts: dict[Candidate, Curve] = {}
         """Phases, and what was simulated as a whole."""

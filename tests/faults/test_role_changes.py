@@ -18,7 +18,7 @@ from baton.layout import KVLayout
 from baton.sampling_params import SamplingParams
 from baton_cluster.latency import LinearLatency, LinkModel
 from baton_cluster.simulated import Arrival, SimulatedCluster, SimulatedRequest
-from router.role_planner import MINUTE_S, RolePlanner
+from router.role_planner import MINUTE_S, RoleChange, RolePlanner
 from tests.fakes import made_up_token
 from tests.stub_cluster import expected_tokens
 
@@ -163,14 +163,19 @@ def test_a_run_with_changes_repeats_exactly() -> None:
     assert once() == once()
 
 
-@pytest.mark.parametrize("silently", [False, True])
-def test_a_worker_that_dies_while_it_drains_changes_when_it_is_back(silently: bool) -> None:
+def until_a_change_begins() -> tuple[SimulatedCluster, list[SimulatedRequest], RoleChange]:
+    """By day, a decode worker's."""
     cluster = cluster_of(enabled=True, **HASTY)
     planner = planner_of(cluster)
     requests = [cluster.submit(at, prompt, sampling) for at, prompt, sampling in arrivals([DAY])]
     while planner.change is None:
         cluster.run(until=cluster.clock.now + 1.0)
-    change = planner.change
+    return cluster, requests, planner.change
+
+
+@pytest.mark.parametrize("silently", [False, True])
+def test_a_worker_that_dies_while_it_drains_changes_when_it_is_back(silently: bool) -> None:
+    cluster, requests, change = until_a_change_begins()
     assert (change.to_role, change.state) == ("prefill", "draining")
     assert cluster.workers[change.worker_id].num_held_blocks() > 0
     cluster.kill(change.worker_id, cluster.clock.now, silently=silently)
@@ -183,18 +188,13 @@ def test_a_worker_that_dies_while_it_drains_changes_when_it_is_back(silently: bo
     for request in requests:
         assert request.tokens == expected_tokens(request.prompt, request.sampling.max_tokens)
     cluster.check_ledger()
-    check_changes(planner, cap=1)
+    check_changes(planner_of(cluster), cap=1)
 
 
 @pytest.mark.parametrize("drained", [False, True], ids=["dies", "is drained by an operator"])
 def test_a_change_is_given_up_when_its_phase_loses_the_others(drained: bool) -> None:
     """Else nobody would decode, though a worker that can is there."""
-    cluster = cluster_of(enabled=True, **HASTY)
-    planner = planner_of(cluster)
-    requests = [cluster.submit(at, prompt, sampling) for at, prompt, sampling in arrivals([DAY])]
-    while planner.change is None:
-        cluster.run(until=cluster.clock.now + 1.0)
-    change = planner.change
+    cluster, requests, change = until_a_change_begins()
     (other,) = {"decode-0", "decode-1"} - {change.worker_id}
     if drained:
         cluster.router.on_drain(other, False, cluster.clock.now)

@@ -20,16 +20,9 @@ from baton.step_log import StepRecord
 from baton_cluster.latency import LinearLatency, LinkModel
 from baton_cluster.simulated import SimulatedCluster, SimulatedRequest
 from baton_cluster.simulated_worker import NextToken
+from tests.property.test_shared_prompts import LAYOUT, POOLS, B
 
 TOKEN = 3
-B = 4
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, block_size=B, head_dim=4, dtype="float32")
-POOLS: dict[str, dict[str, Any]] = {
-    "colocated": {"both": {"workers": 2}},
-    "split": {"prefill": {}, "decode": {}},
-    "split 2+2": {"prefill": {"workers": 2}, "decode": {"workers": 2}},
-    "all roles": {"prefill": {}, "decode": {}, "both": {}},
-}
 
 
 POLICIES = ["least_loaded", "round_robin", "slo_aware", "kv_aware"]
